@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import parallel
+from jaxkv.bench.inputs import attention_nbytes
 from jaxkv.parallel import context
 from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.memory import require_memory
@@ -91,7 +92,9 @@ class Division:
             shards=jaxkv.TokenShards(devices if long else 1, BLOCK_SIZE),
         )
         on_host = devices if jax.default_backend() == "cpu" else 1  # simulated devices share the host's memory
-        require_memory(f"the cache on {counted(devices, 'devices')}", on_host * layout.nbytes)
+        queries = attention_nbytes(sizes.entry, sizes.requests, sizes.heads)  # drawn on the first device
+        what = f"the cache on {counted(devices, 'devices')}, and the queries of {counted(sizes.heads, 'heads')}"
+        require_memory(what, on_host * layout.nbytes + queries)
         tables = np.random.default_rng(0).permutation(layout.num_blocks).astype(np.int32)
         self._tables = self._placed(tables.reshape(sizes.requests, blocks), P())
         cache = parallel.zeros(layout, self._mesh, AXIS if long else ())

@@ -37,6 +37,11 @@ class Shared(NamedTuple):
     """The plan of dense attention; None for other operations."""
 
 
+def attention_nbytes(entry: jaxkv.MLAEntry, requests: int, heads: int) -> int:
+    """Bytes of the bf16 queries and results of one query token per request."""
+    return 2 * requests * heads * (sum(entry.sizes) + entry.value_dim)
+
+
 def arguments(
     workload: Workload, cache, varying: Varying, shared: Shared, layer
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

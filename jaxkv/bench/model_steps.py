@@ -26,7 +26,7 @@ format: floats have magnitudes below 2.
 
 def blocks_for(model: Model, tokens: int, new_tokens: int = 1) -> int:
     """Blocks of a request of so many tokens, the new ones included."""
-    return sum(len(_held(table, tokens, new_tokens)) for table in _tables(model))
+    return sum(_count(table, tokens, new_tokens) for table in _tables(model))
 
 
 def blocks_per_cache(model: Model, requests: int, tokens: int, new_tokens: int = 1) -> int:
@@ -49,6 +49,14 @@ def _held(table: TableKind, tokens: int, new_tokens: int) -> list[int]:
     """The numbers of the blocks of a table that a step reads or writes."""
     start = tokens - new_tokens
     return sorted({*table.needed(start), *table.written(start, tokens)})
+
+
+def _count(table: TableKind, tokens: int, new_tokens: int) -> int:
+    """The length of `_held`, which may be too long to be made."""
+    start = tokens - new_tokens
+    needed, written = table.needed(start), table.written(start, tokens)
+    both = range(max(needed.start, written.start), min(needed.stop, written.stop))
+    return len(needed) + len(written) - len(both)
 
 
 def filled(model: Model, num_blocks: int) -> jaxkv.KVCache:

@@ -4,7 +4,6 @@ import math
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -107,13 +106,23 @@ class Alone:
     """
 
     def __init__(self, model: Model, lengths: Lengths, max_requests: int):
-        prompt = max(round(lengths.prompts.mean()), 1)
-        prompts = max(min(PREFILL_TOKENS // prompt, max_requests), 1)
-        blocks_for = partial(model_steps.blocks_for, model)
-        num_blocks = max(max_requests * blocks_for(lengths.running), prompts * blocks_for(prompt, prompt))
-        cache = model_steps.filled(model, num_blocks)
+        prompts, prompt = self._prefilled(lengths, max_requests)
+        cache = model_steps.filled(model, self.num_blocks(model, lengths, max_requests))
         self._decode = model_steps.Steps(model, cache, requests=max_requests, tokens=lengths.running)
         self._prefill = model_steps.Steps(model, cache, requests=prompts, tokens=prompt, new_tokens=prompt)
+
+    @classmethod
+    def num_blocks(cls, model: Model, lengths: Lengths, max_requests: int) -> int:
+        """Blocks of the cache that both use."""
+        prompts, prompt = cls._prefilled(lengths, max_requests)
+        decoded = max_requests * model_steps.blocks_for(model, lengths.running)
+        return max(decoded, prompts * model_steps.blocks_for(model, prompt, prompt))
+
+    @staticmethod
+    def _prefilled(lengths: Lengths, max_requests: int) -> tuple[int, int]:
+        """The number of prompts of the prefill, and the tokens of each."""
+        prompt = max(round(lengths.prompts.mean()), 1)
+        return max(min(PREFILL_TOKENS // prompt, max_requests), 1), prompt
 
     def compile(self) -> None:
         """Compiles both, which may be done in a thread."""

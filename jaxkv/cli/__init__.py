@@ -29,8 +29,10 @@ def main(argv: Sequence[str] | None = None) -> int:
       argv: the command's name and options; by default `sys.argv[1:]`.
 
     Returns:
-      The exit status: 0 on success; 1 if a result is wrong or could not be written; 130 after Ctrl-C; 141 if the reader
-      of standard output went away.  Shells report the last two for programs ended by SIGINT and SIGPIPE.
+      The exit status: 0 on success; 1 if a result is wrong or could not be written; 130 after KeyboardInterrupt; 141 if
+      the reader of standard output went away.  Shells report the last two for programs ended by SIGINT and SIGPIPE.
+      Ctrl-C ends the process with status 130, because a compiler that runs cannot be stopped otherwise; except in
+      interactive sessions, such as a notebook.
 
     Raises:
       SystemExit: an option is unknown or invalid (status 2), or the command cannot run with the options (status 1, with

@@ -2,12 +2,16 @@
 
 Continuations are streamed to standard output; the layout, progress and rates go to standard error.
 Nothing is downloaded.
+
+A prompt gets the special tokens that the post-processor of tokenizer.json adds, such as one for the beginning of text.
+As in transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json have no effect, and prompts are
+neither truncated nor padded.
 """
 
 import argparse
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,10 +24,12 @@ from jaxkv.dispatch.validate import FLOATS
 from jaxkv.terminal.memory import nbytes, require_memory
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
-from jaxkv.terminal.token_text import IdStream, TextStream
+from jaxkv.terminal.token_text import IdStream, TextStream, reported
 
 if TYPE_CHECKING:
     from jaxkv.serving import Engine, Request, SpeculativeEngine
+
+Stream = IdStream | TextStream
 
 TOKENIZER = "tokenizer.json"
 MOST_ROWS = 32
@@ -83,7 +89,8 @@ def run(args: argparse.Namespace) -> int:
         model = models.calibrate(model, calibrating)
         notice(f"scales of entries found with {len(calibrating)} prompts of {args.calibrate}")
     size = model.usual_block_size
-    require_memory(f"--blocks {args.blocks}", nbytes(jax.eval_shape(lambda: model.cache(args.blocks, size))))
+    cache = nbytes(jax.eval_shape(lambda: model.cache(args.blocks, size)))
+    require_memory(f"--blocks {args.blocks}, beside the weights", nbytes(model.params) + cache)
     sizes = {"num_blocks": args.blocks, "block_size": size, "max_requests": min(len(prompts), MOST_ROWS)}
     if args.num_speculative_tokens is None:
         # No more chunks per step than the prompts have: all of them are computed, even if they are empty.
@@ -106,7 +113,7 @@ def run(args: argparse.Namespace) -> int:
     for number, request in enumerate(requests, 1):
         if len(requests) > 1:
             print(f"[{number}/{len(requests)}]")
-        for piece in _pieces(engine, request, stream()):
+        for piece in _pieces(engine, request, stream(request.prompt)):
             print(piece, end="", flush=True)
         print()
     seconds = time.perf_counter() - start
@@ -124,7 +131,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _ids(text: str) -> list[int]:
     words = text.replace(",", " ").split()
-    if wrong := [word for word in words if not word.isdecimal()]:
+    # Ten digits at most: Python does not convert thousands of them.
+    if wrong := [word for word in words if not (word.isdecimal() and len(word) <= 10)]:
         raise argparse.ArgumentTypeError(f"{wrong[0]!r} is not a token id")
     return [int(word) for word in words]
 
@@ -148,8 +156,8 @@ def _lines(args: argparse.Namespace, encode: Callable[[str | list[int]], list[in
         raise ValueError(f"--calibrate {args.calibrate}: {error}, and {args.model} has no {TOKENIZER}") from None
 
 
-def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Callable[[], IdStream | TextStream]]:
-    """A function from a prompt to token ids, and a function that makes a stream of text.
+def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Callable[[Sequence[int]], Stream]]:
+    """A function from a prompt to token ids, and a function that makes the stream of a prompt's continuation.
 
     Without a tokenizer.json, the stream is one of token ids.
     """
@@ -161,26 +169,25 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
                 raise ValueError(f"--prompt {prompt!r}: {folder} has no tokenizer.json; give the prompt as --ids")
             return prompt
 
-        return only_ids, IdStream
+        return only_ids, lambda prompt: IdStream()
     try:
         from tokenizers import Tokenizer
     except ImportError:
         raise ImportError("reading tokenizer.json needs tokenizers: pip install 'jaxkv[models]'") from None
-    try:
+    with reported(f"{file} cannot be read by the installed tokenizers library"):
         tokenizer = Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises no narrower type
-        raise ValueError(f"{file} cannot be read by the installed tokenizers library: {error}") from None
+        # Stored by whoever encoded batches of texts with it last; `transformers` does not apply them to prompts either.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
 
     def encode(prompt: str | list[int]) -> list[int]:
-        try:
+        with reported(f"{file} cannot encode {prompt!r}"):
             return tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
-        except Exception as error:  # tokenizers raises no narrower type
-            raise ValueError(f"{file} cannot encode {prompt!r}: {error}") from None
 
     return encode, partial(TextStream, tokenizer)
 
 
-def _pieces(engine: "Engine | SpeculativeEngine", request: "Request", stream: IdStream | TextStream) -> Iterator[str]:
+def _pieces(engine: "Engine | SpeculativeEngine", request: "Request", stream: Stream) -> Iterator[str]:
     """Yields the text of a request as it grows.  The engine serves the other requests at the same time."""
     shown = 0
     while True:

@@ -17,6 +17,7 @@ from jax import lax
 
 import jaxkv
 from jaxkv import offload
+from jaxkv.bench.inputs import attention_nbytes
 from jaxkv.bench.timing import Chain
 from jaxkv.cli.offload import large_rates
 from jaxkv.cli.options import Sizes, add_sizes, output_file, with_defaults
@@ -86,8 +87,11 @@ class _Case:
         self.layout = jaxkv.CacheLayout(
             num_layers=args.layers, num_blocks=args.requests * pages, block_size=BLOCK_SIZE, entry=ENTRY
         )
-        require_memory(f"a cache of {args.requests} requests of {args.tokens} tokens", self.layout.nbytes)
         self.lists = min(args.tokens // self.new_tokens(HIT_RATES[0]), MOST_LISTS)
+        rows = args.requests * (args.layers * args.rows * ENTRY.nbytes + 4 * self.lists * args.selected)
+        needed = self.layout.nbytes + rows + attention_nbytes(ENTRY, args.requests, args.heads)
+        what = f"a cache of {args.requests} requests of {args.tokens} tokens with {args.heads} heads, also on the host"
+        require_memory(what, needed, on_host=self.layout.nbytes)
         if (fewest := self.lists * self.new_tokens(HIT_RATES[-1])) < args.rows + args.selected:
             raise ValueError(
                 f"{self.lists} calls at {HIT_RATES[-1]:.0%} hits select {fewest} tokens: expected at least "

@@ -18,6 +18,7 @@ from jax import lax
 
 import jaxkv
 from jaxkv import offload
+from jaxkv.bench.inputs import attention_nbytes
 from jaxkv.cli.options import Sizes, add_sizes, output_file, with_defaults
 from jaxkv.offload import transfers
 from jaxkv.terminal.files import write_json
@@ -25,6 +26,7 @@ from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.memory import require_memory
 
 BLOCK_SIZE = 64
+ENTRY = jaxkv.MLAEntry("bf16")
 LARGE_BYTES = 2**31
 """Size of the array that shows the ceiling, unless the blocks together are smaller."""
 CPU_LARGE_BYTES = 2**24
@@ -60,9 +62,13 @@ def run(args: argparse.Namespace) -> int:
     device = jax.devices()[0]
     sizes = with_defaults(args, SIZES, device)
     layout = _layout(args, "BLNHC", args.blocks)
-    require_memory(f"a cache of {args.blocks} blocks", layout.nbytes)
-    batch = args.requests * _per_request(args)
-    require_memory(f"{args.requests} requests of {args.tokens} tokens", _layout(args, "BLNHC", batch).nbytes)
+    require_memory(f"a cache of {args.blocks} blocks, and a pool of them", layout.nbytes, on_host=layout.nbytes)
+    batch = _layout(args, "BLNHC", args.requests * _per_request(args)).nbytes
+    batch += attention_nbytes(ENTRY, args.requests, args.heads)
+    what = (
+        f"{args.requests} requests of {args.tokens} tokens with {args.heads} heads, and a pool of {args.blocks} blocks"
+    )
+    require_memory(what, batch, on_host=layout.nbytes)
     pool = offload.HostPool(layout, args.blocks)
     blocks = counted(args.blocks, "blocks")
     print(f"{device.device_kind}, jax {jax.__version__}: {blocks} of {layout.block_nbytes / 1e6:.2f} MB")
@@ -91,9 +97,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _layout(args: argparse.Namespace, order: str, num_blocks: int) -> jaxkv.CacheLayout:
-    entry = jaxkv.MLAEntry("bf16")
     return jaxkv.CacheLayout(
-        num_layers=args.layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, entry=entry, order=order
+        num_layers=args.layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, entry=ENTRY, order=order
     )
 
 

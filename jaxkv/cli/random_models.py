@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from jax.sharding import Sharding
 import jaxkv
 from jaxkv.cli.options import add_entry_format
 from jaxkv.terminal.files import when_and_how
+from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.memory import nbytes, require_memory
 
 if TYPE_CHECKING:
@@ -39,17 +41,37 @@ def described_model(args: argparse.Namespace, parallel: "Parallel | None" = None
     return jax.eval_shape(_maker(args, models.ModelConfig.read(args.config), parallel))
 
 
-def random_model(
-    args: argparse.Namespace, described: "Model", num_blocks: int, block_size: int, order: str = "BLNHC"
-) -> "Model":
-    """The model that `described_model` describes, after a check that it fits beside a cache of `num_blocks` blocks.
+@dataclass(frozen=True)
+class Needed:
+    """What a command needs beside the weights, of one device."""
 
-    ValueError if a device's parts of model and cache together exceed its memory.  It is raised before any weights are
-    drawn.
+    blocks: int
+    """Of a cache."""
+    rows: int
+    """Rows of a step, which have logits each."""
+    tokens: int
+    """New tokens of a step, of all rows."""
+    other_blocks: int = 0
+    """Of further caches at the same time."""
+    host_blocks: int = 0
+    """In host memory."""
+
+
+def random_model(
+    args: argparse.Namespace, described: "Model", needed: Needed, block_size: int, order: str = "BLNHC"
+) -> "Model":
+    """The model that `described_model` describes, after a check that what is needed fits beside it.
+
+    ValueError if a device's parts exceed its memory.  It is raised before any weights are drawn.
     """
-    layout = jax.eval_shape(lambda: described.cache(num_blocks, block_size, order)).layout  # of one device's cache
-    needed = nbytes(_on_one_device(described)) + layout.nbytes
-    require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
+    layout = jax.eval_shape(lambda: described.cache(needed.blocks, block_size, order)).layout  # of one device's cache
+    block, config = layout.nbytes // needed.blocks, described.config
+    # Of a step, the least that any model needs: the logits, and the hidden states of one layer.
+    step = 4 * needed.rows * config.vocab_size + 2 * needed.tokens * config.hidden_size
+    total = nbytes(_on_one_device(described)) + layout.nbytes + needed.other_blocks * block + step
+    what = f"{args.config}, with a cache of {needed.blocks} blocks of {block_size} tokens and steps of "
+    what += f"{counted(needed.tokens, 'tokens')} in {counted(needed.rows, 'rows')}"
+    require_memory(what, total, on_host=needed.host_blocks * block)
     # Weight by weight: XLA would compile a program that makes them all for minutes.
     return _maker(args, described.config, described.parallel)()
 

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     from jaxkv.models import Model
 
 MOST_REQUESTS = 2**20
+LEAST_LOAD, MOST_LOAD = 0.001, 1000
+"""At less, requests would arrive once in hours."""
 ROOM = 1.5
 """The default number of blocks, relative to those of as many requests of mean length as run at once."""
 
@@ -68,7 +70,13 @@ def run(args: argparse.Namespace) -> int:
     mean = float(np.mean(lengths.prompts + lengths.outputs))
     num_blocks = args.blocks or args.max_requests * held(ROOM * mean + block_size)
     num_blocks = max(num_blocks, held(lengths.longest))
-    model = random_models.random_model(args, described, num_blocks, block_size)
+    needed = random_models.Needed(
+        num_blocks,
+        rows=args.max_requests + args.max_chunks,
+        tokens=args.max_requests + args.max_chunks * args.chunk,
+        other_blocks=serving.Alone.num_blocks(described, lengths, args.max_requests),
+    )
+    model = random_models.random_model(args, described, needed, block_size)
     print(_about(model, lengths))
     alone = serving.Alone(model, lengths, args.max_requests)
     sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_chunks": args.max_chunks}
@@ -129,8 +137,8 @@ def _load(text: str) -> float:
         load = float(text)
     except ValueError:
         load = math.nan
-    if not 0 < load < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    if not LEAST_LOAD <= load <= MOST_LOAD:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_LOAD} to {MOST_LOAD}")
     return load
 
 

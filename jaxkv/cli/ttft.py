@@ -64,7 +64,10 @@ def run(args: argparse.Namespace) -> int:
     """Prints one line per case; returns 1 if their tokens differ or the prefix was not found."""
     _check(args)
     described = random_models.described_model(args)
-    model = random_models.random_model(args, described, _num_blocks(described, args.prefix), BLOCK_SIZE, args.order)
+    blocks = _num_blocks(described, args.prefix)
+    # Two engines at once, with a pool each, of twice as many blocks.
+    needed = random_models.Needed(blocks, rows=2, tokens=1 + args.chunk, other_blocks=blocks, host_blocks=4 * blocks)
+    model = random_models.random_model(args, described, needed, BLOCK_SIZE, args.order)
     with tempfile.TemporaryDirectory() as scratch:
         bench = Bench(model, args.prefix, args.chunk, args.order, args.disk or Path(scratch))
         print(bench)

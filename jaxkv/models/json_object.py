@@ -11,6 +11,7 @@ REQUIRED: Any = object()
 MAX_INTEGER = 2**31 - 1
 MAX_NUMBER = 3.4e38
 """The largest number that is accepted, because models compute in float32."""
+MOST_DIGITS = 1000
 _shown = Repr(maxstring=200, maxother=200).repr
 """Formats a value for a message; long ones are shortened."""
 
@@ -33,7 +34,7 @@ class JsonObject:
     def read(cls, file: Path) -> "JsonObject":
         """Reads `file`, which must hold a single JSON object without duplicate keys; otherwise ValueError."""
         try:
-            values = json.loads(file.read_bytes(), object_pairs_hook=_without_duplicates)
+            values = json.loads(file.read_bytes(), object_pairs_hook=_without_duplicates, parse_int=_integer)
         except OSError as error:
             raise ValueError(f"{file} cannot be read: {error.strerror}") from None
         except (ValueError, RecursionError) as error:
@@ -123,6 +124,11 @@ class JsonObject:
     def items(self) -> ItemsView[str, Any]:
         """All keys with their values, unchecked."""
         return self._values.items()
+
+
+def _integer(digits: str) -> int | float:
+    """An int; infinity if it has thousands of digits, which Python does not convert and no key accepts."""
+    return int(digits) if len(digits) <= MOST_DIGITS else float(digits)
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

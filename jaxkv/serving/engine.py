@@ -4,7 +4,6 @@ import operator
 from bisect import insort
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import jax
@@ -223,7 +222,10 @@ class Engine:
         return self.read(behind=spans is not None)
 
     def warm_up(self) -> None:
-        """Compiles the programs by running them without requests, so that later steps do not compile."""
+        """Compiles the programs by running them without requests, so that later steps do not compile.
+
+        An interrupt does not wait for the compiler.
+        """
         inputs = [self.batches(NOTHING), self.batches(NOTHING, chunks=True)]
         lowered = [self._layers.lower(self.model, self.cache, self.last, *batches) for batches in inputs]
         for batches in inputs:
@@ -231,8 +233,7 @@ class Engine:
             logits = jax.device_put(np.zeros((rows, self.model.config.vocab_size), np.float32), self.last.sharding)
             samplers = self._likeliest, self._draw
             lowered += [sample.lower(logits, self.last, Choices.of({}, rows)) for sample in samplers]
-        with ThreadPoolExecutor() as threads:
-            list(threads.map(lambda step: step.compile(), lowered))
+        program.compile_all(lowered)
         for batches in inputs:
             self.cache, logits = self._layers(self.model, self.cache, self.last, *batches)
             self.warm_up_after(logits)

@@ -5,9 +5,12 @@ import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
-INTERRUPTED, CLOSED_PIPE = 128 + 2, 128 + 13
-"""Exit statuses that shells report for programs ended by SIGINT and SIGPIPE."""
+from jaxkv.terminal.interrupts import INTERRUPTED, Interrupts
+
+CLOSED_PIPE = 128 + 13
+"""The exit status that shells report for programs ended by SIGPIPE."""
 
 
 def notice(text: str, end: str = "\n") -> None:
@@ -20,24 +23,25 @@ def guarded(run: Callable[[], int]) -> int:
     """Calls `run` and returns its exit status; prints no traceback if standard output fails or on Ctrl-C.
 
     If output cannot be written, a one-line message is printed and the status is 1.  If the reader of a pipe went away,
-    nothing is printed, and the status is 141.  After Ctrl-C, the status is 130.
+    nothing is printed, and the status is 141.  After Ctrl-C, the status is 130, with which the process ends at once.
     """
     _open_closed_streams()
-    try:
+    with Interrupts(report=partial(notice, "jaxkv: interrupted")) as interrupts:
         try:
-            return run()
-        finally:
-            sys.stdout.flush()  # writing what is still buffered may fail too
-    except KeyboardInterrupt:
-        notice("jaxkv: interrupted")
-        status = INTERRUPTED
-    except BrokenPipeError:
-        status = CLOSED_PIPE
-    except OSError as error:
-        notice(f"jaxkv: standard output: {error.strerror}")
-        status = 1
-    _discard_unwritten()
-    return status
+            try:
+                return run()
+            finally:
+                sys.stdout.flush()  # writing what is still buffered may fail too
+        except KeyboardInterrupt:
+            interrupts.caught()
+            status = INTERRUPTED
+        except BrokenPipeError:
+            status = CLOSED_PIPE
+        except OSError as error:
+            notice(f"jaxkv: standard output: {error.strerror}")
+            status = 1
+        _discard_unwritten()
+        return status
 
 
 def _open_closed_streams() -> None:

@@ -1,9 +1,29 @@
-"""The text of tokens, streamed one by one."""
+"""The text of tokens, streamed one by one, and the errors of the tokenizers library."""
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+"""What decoders return for bytes that are not UTF-8, such as the first bytes of a character."""
+
+
+@contextmanager
+def reported(problem: str) -> Iterator[None]:
+    """Raises ValueError, with `problem` and the cause, if the tokenizers library fails in the body.
+
+    The library raises `Exception` itself.  If its Rust code panics, it raises a class that cannot be imported and that
+    is not an `Exception`; a message of Rust is then already on standard error.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{problem}: {error}") from None
 
 
 class IdStream:
@@ -26,34 +46,46 @@ class IdStream:
 class TextStream:
     """The decoded text without special tokens.  Every character is returned once, as soon as it is complete.
 
+    The text is what the tokens add to the text of the prompt.  In particular, it begins with a space if the first token
+    does, which SentencePiece's decoders drop at the beginning of a text.  A character that the prompt left incomplete
+    is returned as a whole.
+
     Bytes that are not UTF-8 become U+FFFD.  Only in that case can the text differ from that of all tokens decoded at
     once: byte-fallback decoders then also replace characters before such bytes, which this class has already returned.
+
+    Args:
+      tokenizer: the tokenizer.
+      prompt: the tokens before the first one that is pushed.
+
+    `push` and `end` raise ValueError if the tokenizers library cannot decode the tokens.
     """
 
-    def __init__(self, tokenizer: "Tokenizer"):
+    def __init__(self, tokenizer: "Tokenizer", prompt: Sequence[int] = ()):
         self._tokenizer = tokenizer
-        self._stream = _stream()
+        self._before = list(prompt)
+        """The tokens before `_held`: at least as many as have an influence on its text."""
         self._held: list[int] = []
         """The last tokens, whose text has not been returned yet."""
 
     def push(self, token: int) -> str:
         """The text that the next token completes; may be empty."""
         self._held.append(token)
-        try:
-            text = self._stream.step(self._tokenizer, token)
-        except Exception:  # tokenizers raises this if text that was already returned would change
-            self._stream = _stream()
-            text = "".join(self._stream.step(self._tokenizer, held) or "" for held in self._held)
-        if text:
-            self._held.clear()
-        return text or ""
+        text = self.end()
+        if not text or text.endswith(INCOMPLETE):
+            return ""
+        # A character may have begun before: its last bytes alone are not text.
+        begun = self._decoded(self._before).endswith(INCOMPLETE)
+        self._before, self._held = [*self._before, *self._held] if begun else self._held, []
+        return text
 
     def end(self) -> str:
         """The rest of the text: U+FFFD for a character that the last tokens left incomplete."""
-        return self._tokenizer.decode(self._held)
+        before, both = self._decoded(self._before), self._decoded(self._before + self._held)
+        for known in (before, before.rstrip(INCOMPLETE)):
+            if both.startswith(known):
+                return both[len(known) :]
+        return self._decoded(self._held)  # because text that was already returned would change
 
-
-def _stream():
-    from tokenizers.decoders import DecodeStream
-
-    return DecodeStream(skip_special_tokens=True)
+    def _decoded(self, tokens: list[int]) -> str:
+        with reported(f"the tokenizer cannot decode tokens {' '.join(map(str, tokens))}"):
+            return self._tokenizer.decode(tokens)

@@ -14,7 +14,7 @@ import pytest
 import jaxkv
 from jaxkv.bench import timing
 from jaxkv.cli import COMMANDS, bench, demo, layout, main, verify
-from jaxkv.terminal import files, streams
+from jaxkv.terminal import files, memory, streams
 from support.cases import slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
@@ -67,6 +67,14 @@ def test_numbers_have_bounds(arguments, capsys):
         main(arguments.split())
     assert stopped.value.code == 2
     assert " is not an integer from " in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("load", ["0", "-1", "1e-300", "1e308", "5e-324", "nan", "inf", "much"])
+def test_loads_have_bounds(load, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(["serve-bench", "x", f"--loads={load}"])
+    assert stopped.value.code == 2
+    assert f"'{load}' is not a number from 0.001 to 1000" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -125,11 +133,47 @@ def test_sizes_beyond_the_memory_are_rejected_before_anything_is_allocated(monke
     model = str(FOLDER / "deepseek_v3")
     with pytest.raises(SystemExit, match=r"^jaxkv step: .*/deepseek_v3, with a cache of 30000000 blocks of 64 "):
         main(["step", model, "--requests", "30000000", "--tokens", "1"])
-    with pytest.raises(SystemExit, match=r"^jaxkv generate: --blocks 30000000: "):
+    with pytest.raises(SystemExit, match=r"^jaxkv generate: --blocks 30000000, beside the weights: "):
         main(["generate", "--model", model, "--ids", "1", "--blocks", "30000000"])
-    for command in ("parallel context --requests 30000000 --tokens 1", "offload --blocks 30000000"):
-        with pytest.raises(SystemExit, match=r" GB do not fit in memory, cpu has "):
-            main(command.split())
+
+
+LIMIT = 10**10
+"""Bytes of memory in the following tests."""
+TOO_LARGE = [
+    *("parallel context --requests 30000000 --tokens 1", "parallel context --heads 2147483647"),
+    *("parallel tensor --heads 30000000", "offload --blocks 30000000", "offload --heads 2147483647"),
+    *("offload --heads 5000000", "offload --requests 50000 --tokens 1 --heads 128", "offload --blocks 20000"),
+    *("hot-rows --heads 2147483647", "hot-rows --requests 1000 --tokens 5000", "hot-rows --rows 10000000 --layers 1"),
+    *("step MODEL --requests 1 --tokens 20000000 --new-tokens 20000000", "step MODEL --requests 100000 --tokens 1"),
+    *("ttft MODEL --prefix 1000000 --chunk 1000000", "serve-bench MODEL --chunk 2147483647 --max-chunks 1"),
+    *("serve-bench MODEL --max-chunks 30000000", "serve-bench MODEL --max-requests 100000 --prompt 1 --output 1"),
+    "serve-bench MODEL --prompt 100000 --output 1",
+]
+
+
+@pytest.mark.parametrize("arguments", TOO_LARGE)
+def test_all_arrays_of_a_command_count(arguments, monkeypatch):
+    monkeypatch.setattr("jaxkv.terminal.memory.device_memory", lambda device: LIMIT)
+    with pytest.raises(SystemExit, match=r" GB do not fit in memory, cpu has 10.00 GB; take smaller sizes"):
+        main(arguments.replace("MODEL", str(FOLDER / "llama")).split())
+
+
+def test_a_container_limits_the_memory(monkeypatch, tmp_path):
+    limits = tmp_path / "memory.max", tmp_path / "memory.limit_in_bytes"
+    monkeypatch.setattr(memory, "CONTAINER_LIMITS", limits)
+    whole = memory.host_memory()
+    for file in limits:
+        for text, expected in (("max\n", whole), (f"{2**63 - 4096}\n", whole), ("12345\n", 12345)):
+            file.write_text(text)
+            assert memory.host_memory() == expected
+        file.unlink()
+
+
+def test_what_is_on_the_host_counts(monkeypatch):
+    monkeypatch.setattr(memory, "device_memory", lambda device: 1000)
+    memory.require_memory("a cache", 600, on_host=400)
+    with pytest.raises(ValueError, match=r"a cache: 0.0 MB do not fit in memory, cpu has 0.0 MB"):
+        memory.require_memory("a cache", 600, on_host=401)
 
 
 class TestNothing:

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE, Unigram, WordLevel, WordPiece
 
 import jaxkv.models
@@ -19,7 +19,7 @@ from jaxkv.cli import generate as command
 from jaxkv.cli import main
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import Request
-from jaxkv.terminal.token_text import TextStream
+from jaxkv.terminal.token_text import INCOMPLETE, TextStream
 from models.checkpoints.mtp import with_mtp
 
 FOLDER = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"
@@ -89,16 +89,41 @@ def test_a_model_with_keys_and_values(capsys):
     assert "KVEntry(format='f32', head_dim=64, value_dim=64)" in printed.err
 
 
+def of_words():
+    """As SentencePiece's tokenizers: every token is a word and the space before it, and a text begins without one."""
+    tokenizer = Tokenizer(WordLevel({f"▁w{n}": n for n in range(97)}, unk_token="▁w0"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("▁[^▁]*"), "isolated")
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return tokenizer
+
+
 def test_text_goes_in_and_comes_out(with_tokenizer, capsys):
-    folder, tokenizer = with_tokenizer
-    ids = TRUTH["prompts"][1, : TRUTH["prompt_lens"][1]].tolist()
-    assert generate("--ids", words(ids), "--max-tokens", "16", model=folder) == 0
-    assert capsys.readouterr().out == tokenizer.decode(TRUTH["tokens"][1, :16].tolist()) + "\n"
-    text = "Hello!"
-    assert generate("--prompt", text, "--max-tokens", "4", model=folder) == 0
-    from_text = capsys.readouterr().out
-    assert generate("--ids", words(tokenizer.encode(text).ids), "--max-tokens", "4", model=folder) == 0
-    assert capsys.readouterr().out == from_text
+    """The whole prompt, and nothing else; the continuation goes on where it ends, with a space."""
+    folder, _ = with_tokenizer
+    tokenizer = of_words()
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(length=64, pad_id=0, pad_token="▁w0")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    prompt, tokens = (ids.split() for ids in recorded(1, 16))
+    assert generate("--prompt", " ".join(f"w{n}" for n in prompt), "--max-tokens", "16", model=folder) == 0
+    printed = capsys.readouterr()
+    assert f"{len(prompt)} prompt tokens and 16 new ones" in printed.err
+    assert printed.out == "".join(f" w{n}" for n in tokens) + "\n"
+
+
+@pytest.mark.parametrize("configured", [True, False])
+def test_the_post_processor_alone_adds_special_tokens(configured, tmp_path):
+    """As in transformers 5, which drops `add_bos_token` and `add_eos_token` where there is a tokenizer.json."""
+    about = {"add_bos_token": configured, "add_eos_token": configured, "bos_token": "▁w1", "eos_token": "▁w2"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(about))
+    tokenizer = of_words()
+    for template, expected in (("$A", [5, 6]), ("▁w1 $A", [1, 5, 6]), ("▁w1 $A ▁w2", [1, 5, 6, 2])):
+        special = [("▁w1", 1), ("▁w2", 2)]
+        tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        encode, _ = command._tokenizer(tmp_path)
+        assert encode("w5 w6") == expected
 
 
 def refusal(*arguments, model):
@@ -121,6 +146,48 @@ def test_a_prompt_that_the_tokenizer_cannot_encode_is_reported(with_tokenizer):
     assert f"{folder / 'tokenizer.json'} cannot encode 'b'" in refusal("--prompt", "b", model=folder)
     # How Python passes on bytes of the command line that are not UTF-8.
     assert "cannot encode 'caf\\udce9'" in refusal("--prompt", "caf\udce9", model=folder)
+
+
+PANICS = {
+    "read": {"normalizer": {"type": "Precompiled", "precompiled_charsmap": None}},
+    "encode": {
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "X", "type_id": 0}}],
+            "pair": [],
+            "special_tokens": {},
+        }
+    },
+}
+"""Tokenizers on which the library panics, which raises no `Exception`."""
+
+
+def change_tokenizer(folder, **changes):
+    file = folder / "tokenizer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return file
+
+
+@pytest.mark.parametrize("when", PANICS)
+def test_panics_of_the_library_are_reported(when, with_tokenizer):
+    folder, _ = with_tokenizer
+    file = change_tokenizer(folder, **PANICS[when])
+    problem = {"read": "cannot be read by the installed tokenizers library: ", "encode": "cannot encode 'ab': "}[when]
+    assert refusal("--prompt", "ab", model=folder).startswith(f"jaxkv generate: {file} {problem}")
+
+
+def test_tokens_on_which_the_decoder_panics_are_reported():
+    tokenizer = Tokenizer(WordLevel({"a": 0}, unk_token="a"))
+    tokenizer.decoder = decoders.Strip("a", 0, 9)
+    with pytest.raises(ValueError, match=r"the tokenizer cannot decode tokens 0: index out of bounds"):
+        TextStream(tokenizer).push(0)
+
+
+def test_a_truncation_that_cannot_be_applied_is_not(with_tokenizer):
+    folder, tokenizer = with_tokenizer
+    stored = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 4}
+    change_tokenizer(folder, truncation=stored)
+    assert command._tokenizer(folder)[0]("abcdefgh") == tokenizer.encode("abcdefgh").ids
 
 
 def byte_fallback():
@@ -168,10 +235,10 @@ class Script:
         self.request.append(next(self._ids))
 
 
-def streamed(tokenizer, ids):
+def streamed(tokenizer, ids, prompt=()):
     """The pieces of text, as the command prints them."""
     engine = Script(ids)
-    return list(command._pieces(engine, engine.request, TextStream(tokenizer)))
+    return list(command._pieces(engine, engine.request, TextStream(tokenizer, prompt)))
 
 
 @pytest.mark.parametrize("kind", [byte_fallback, byte_level, metaspace, word_piece])
@@ -192,14 +259,36 @@ def test_bytes_that_are_no_characters_neither_stop_nor_repeat_the_text():
     assert streamed(tokenizer, [a, *day[:2]]) == ["a", "", "", 2 * bad]
 
 
+@pytest.mark.parametrize("kind", [byte_fallback, byte_level, metaspace, word_piece, of_words])
+def test_a_continuation_goes_on_where_the_prompt_ends(kind):
+    tokenizer = kind()
+    ids = tokenizer.encode("w1 w2 w3" if kind is of_words else "Hello world, Hello 世界! 日本 é 🙂  Hello").ids
+    for split in range(len(ids)):
+        before = tokenizer.decode(ids[:split]).rstrip(INCOMPLETE)  # without the first bytes of a character
+        assert before + "".join(streamed(tokenizer, ids[split:], ids[:split])) == tokenizer.decode(ids)
+
+
+def test_special_tokens_at_the_end_of_a_prompt_leave_the_space():
+    tokenizer = of_words()
+    tokenizer.add_special_tokens([AddedToken("<assistant>", special=True)])
+    special = tokenizer.token_to_id("<assistant>")
+    assert streamed(tokenizer, [3, special, 4], [1, 2, special, special]) == [" w3", "", " w4", ""]
+    assert streamed(tokenizer, [3, 4], [special]) == ["w3", " w4", ""]
+
+
 @pytest.mark.parametrize("kind", [byte_fallback, byte_level])
 def test_random_tokens_are_streamed_as_they_are_decoded_at_once(kind):
     tokenizer, rng = kind(), np.random.default_rng(0)
+    tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
     for _ in range(500):
         ids = rng.choice([*"日é🙂a".encode(), *range(200, tokenizer.get_vocab_size())], rng.integers(1, 12)).tolist()
         text, at_once = "".join(streamed(tokenizer, ids)), tokenizer.decode(ids)
         # Byte-fallback replaces the whole of a run of bytes, also what was whole before: that is out already.
         assert text == at_once or (kind is byte_fallback and "\N{REPLACEMENT CHARACTER}" in at_once)
+        if INCOMPLETE not in at_once:
+            split = int(rng.integers(len(ids)))
+            before = tokenizer.decode(ids[:split]).rstrip(INCOMPLETE)
+            assert before + "".join(streamed(tokenizer, ids[split:], ids[:split])) == at_once
 
 
 def test_special_tokens_are_not_printed():
@@ -260,7 +349,12 @@ def test_scales_are_found_with_the_prompts_of_a_file(tmp_path, monkeypatch, caps
     model = jaxkv.models.load(FOLDER, entry_format="fp8")
     right = jaxkv.models.calibrate(model, [[1, 2, 3], [4, 5]]).params["entry_scales"]["kv_scale"]
     assert served[0].params["entry_scales"]["kv_scale"].tolist() == right.tolist()
-    for text, message in (("", "the file has no prompts"), ("1 x", "'x' is not a token id, and .* no tokenizer.json")):
+    wrong = "is not a token id, and .* no tokenizer.json"
+    for text, message in (
+        ("", "the file has no prompts"),
+        ("1 x", f"'x' {wrong}"),
+        ("9" * 5000, f"'9{{5000}}' {wrong}"),
+    ):
         file.write_text(text)
         with pytest.raises(SystemExit, match=f"^jaxkv generate: --calibrate .*: {message}"):
             generate(*fp8, "--calibrate", str(file))
@@ -295,6 +389,7 @@ def test_a_folder_without_a_checkpoint_is_reported(tmp_path):
     ("arguments", "message"),
     [
         (("--ids", "1 two"), "argument --ids: 'two' is not a token id"),
+        (("--ids", "9" * 5000), f"argument --ids: '{'9' * 5000}' is not a token id"),
         (("--ids", "1", "--entry-format", "int3"), "argument --entry-format: invalid choice: 'int3'"),
         (("--ids", "1", "--blocks", "0"), "argument --blocks: '0' is not an integer from 1 to 2147483647"),
         (("--ids", "1", "--implementation", "xla", "foo"), "argument --implementation: invalid choice: 'foo'"),

@@ -57,6 +57,7 @@ def test_requests_that_never_saturate_the_engine_are_rejected(monkeypatch):
         ([str(MODELS / "youtu"), "--requests", "256"], "--requests is 256: expected more than --max-requests 256"),
         ([str(MODELS / "youtu"), "--lengths", "/nowhere"], "/nowhere"),
         ([str(MODELS / "youtu"), "--blocks", "33000000"], "do not fit in memory"),
+        ([str(MODELS / "youtu"), *SIZES, "--prompt", "2147483647", "--output", "2147483647"], "slots are int32"),
         ([str(MODELS / "youtu"), *SIZES, "--implementation", "mosaic_gpu"], "mosaic_gpu: "),
     ],
 )

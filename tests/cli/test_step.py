@@ -1,7 +1,9 @@
 """`jaxkv step`: the time of a decode step of a whole model."""
 
+import argparse
 import json
 import shutil
+import time
 from pathlib import Path
 
 import jax
@@ -62,6 +64,20 @@ def test_models_with_several_tables(family, capsys):
     assert jnp.isfinite(logits).all()
     assert main(["step", str(MODELS / family), "--requests", "2", "--tokens", "130"]) == 0
     assert "a step of 2 requests x 130 tokens: " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("family", ["llama", "kimi_linear", "deepseek_v4", "qwen3_next"])
+def test_blocks_are_counted_as_they_are_listed(family):
+    model = step.random_models.described_model(
+        argparse.Namespace(config=MODELS / family, entry_format=None, implementation=None, fp8_weights="expand")
+    )
+    for table in model_steps._tables(model):
+        for tokens in (1, 7, 8, 9, 64, 65, 130, 300):
+            for new in {1, min(8, tokens), tokens}:
+                assert model_steps._count(table, tokens, new) == len(model_steps._held(table, tokens, new))
+    start = time.perf_counter()
+    assert model_steps.blocks_for(model, 2**31 - 1) >= 2**31 // 128
+    assert time.perf_counter() - start < 1
 
 
 def test_a_step_of_a_prefill(capsys):

@@ -62,6 +62,7 @@ def assert_same(model, other):
         (b'["architectures"]', ["['architectures']", "object"]),
         (b"null", ["None", "object"]),
         (b'{"hidden_size": 48, "hidden_size": 24}', ["'hidden_size' appears more than once"]),
+        pytest.param(b'{"weight_map": %s, "architectures": []}' % (b"9" * 5000), ["expected a"], id="5000 digits"),
     ],
 )
 @pytest.mark.parametrize("name", ["config.json", INDEX])
