@@ -57,6 +57,7 @@ def bytes_per_request(keys: int, width: int, rows: int, dtype) -> int:
     """
     return keys * (width * (2 * jnp.dtype(dtype).itemsize + 4) + rows * 12)
 
+
 REVERSE_MODE = (
     "a loop whose number of steps depends on the data has no gradients in reverse mode: use forward mode (`jax.jvp`, "
     "`jax.jacfwd`), or operations that have both modes, such as `decode_mla_sparse` and `gather_mla`"
