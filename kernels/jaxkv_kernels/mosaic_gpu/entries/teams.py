@@ -103,7 +103,7 @@ def _thread():
     """The index of the calling thread in its CTA."""
     from jax.experimental.mosaic import gpu as mgpu
 
-    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR))
     def thread(_):
         return splat(mgpu.utils.thread_idx())
 

@@ -33,7 +33,7 @@ class BlockWindows:
 
         @plgpu.inline_mgpu(
             arg_types=(plgpu.RefType(), SCALAR, SCALAR),
-            return_type=plgpu.ShapeDtypeStruct((128,), jnp.int32, layout=_LANES),
+            return_type=plgpu.ShapeDtypeStruct((128,), jnp.dtype(jnp.int32), layout=_LANES),
         )
         def load(_, ref, request, window):
             found = ptx(
@@ -58,7 +58,9 @@ class BlockWindows:
             inside = column < self.ref.shape[1]
             return jnp.where(inside, self.ref[request, jnp.where(inside, column, 0)], -1)
 
-        @plgpu.inline_mgpu(arg_types=(_LANES, SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+        @plgpu.inline_mgpu(
+            arg_types=(_LANES, SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
+        )
         def pick(_, blocks, i):
             code, (held,) = "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", elements(blocks)
             found = ptx(code, held, i.registers.item(), result_types=i32(), has_side_effects=True, convergent=True)

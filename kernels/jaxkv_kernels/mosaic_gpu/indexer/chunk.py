@@ -39,7 +39,7 @@ def load(ref, row, first, size: int, *, logits: bool, interpret: bool):
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), SCALAR, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((size,), jnp.int32, layout=layout(size)),
+        return_type=plgpu.ShapeDtypeStruct((size,), jnp.dtype(jnp.int32), layout=layout(size)),
     )
     def load(_, ref, row, first):
         from jaxkv_kernels.mosaic_gpu.indexer import lanes
@@ -63,7 +63,7 @@ def between(low, high, share, *, interpret: bool):
         return jnp.where(usable, _ordered(lax.bitcast_convert_type(found, jnp.int32)), EMPTY)
 
     @plgpu.inline_mgpu(
-        arg_types=(SCALAR, SCALAR, SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)
+        arg_types=(SCALAR, SCALAR, SCALAR), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
     )
     def between(_, low, high, share):
         from jaxkv_kernels.mosaic_gpu.indexer import lanes
@@ -78,7 +78,9 @@ def places(first, size: int, *, interpret: bool):
     if interpret:
         return first + jnp.arange(size, dtype=jnp.int32)
 
-    @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=plgpu.ShapeDtypeStruct((size,), jnp.int32, layout=layout(size)))
+    @plgpu.inline_mgpu(
+        arg_types=(SCALAR,), return_type=plgpu.ShapeDtypeStruct((size,), jnp.dtype(jnp.int32), layout=layout(size))
+    )
     def places(_, first):
         from jaxkv_kernels.mosaic_gpu.indexer import lanes
 
@@ -94,7 +96,7 @@ def count(counters, step, keys, least, *, interpret: bool):
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), SCALAR, layout(keys.size), SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR),
     )
     def count(_, counters, step, keys, least):
         from jaxkv_kernels.mosaic_gpu.indexer import lanes
@@ -111,7 +113,7 @@ def count_before(counters, step, keys, places, key, end, *, interpret: bool):
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), SCALAR, layout(keys.size), layout(keys.size), SCALAR, SCALAR),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR),
     )
     def count(_, counters, step, keys, places, key, end):
         from jaxkv_kernels.mosaic_gpu.indexer import lanes
@@ -130,7 +132,7 @@ def extremes(counters, keys, *, interpret: bool):
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), layout(keys.size)),
-        return_type=[plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)] * 2,
+        return_type=[plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)] * 2,
     )
     def extremes(_, counters, keys):
         from jaxkv_kernels.mosaic_gpu.indexer import lanes

@@ -61,7 +61,7 @@ class Network:
 
     def step(self, name: str, results: int, arrays, scalars=(), refs=()) -> tuple[Any, ...]:
         """Calls function `name` of `network.py`, which returns `results` arrays."""
-        shape = plgpu.ShapeDtypeStruct((self.size,), jnp.int32, layout=layout(self.size))
+        shape = plgpu.ShapeDtypeStruct((self.size,), jnp.dtype(jnp.int32), layout=layout(self.size))
 
         @plgpu.inline_mgpu(
             arg_types=([layout(self.size)] * len(arrays), [SCALAR] * len(scalars), [plgpu.RefType()] * len(refs)),
@@ -79,7 +79,7 @@ class Network:
 
         @plgpu.inline_mgpu(
             arg_types=([layout(self.size)] * 2, plgpu.RefType()),
-            return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR),
+            return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR),
         )
         def count(_, arrays, counters):
             from jaxkv_kernels.mosaic_gpu.indexer import network

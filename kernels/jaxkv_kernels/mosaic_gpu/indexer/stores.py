@@ -67,7 +67,7 @@ def weigh(partial, scores, weights, *, interpret: bool):
 
     @plgpu.inline_mgpu(
         arg_types=(WGMMA, COLUMN, [] if partial is None else [WGMMA]),
-        return_type=plgpu.ShapeDtypeStruct((TILE, LANE_COLUMNS), jnp.float32, layout=WGMMA),
+        return_type=plgpu.ShapeDtypeStruct((TILE, LANE_COLUMNS), jnp.dtype(jnp.float32), layout=WGMMA),
     )
     def weigh(_, scores, weights, partial):
         from jaxkv_kernels.mosaic_gpu.indexer import heads

@@ -74,7 +74,7 @@ def find_share(lengths_ref, cta, ctas: int, tiles: Tiles, in_cache, *, filled: b
 
     @plgpu.inline_mgpu(
         arg_types=(plgpu.RefType(), SCALAR, SCALAR),
-        return_type=[plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR)] * 4,
+        return_type=[plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)] * 4,
     )
     def find(_, ref, cta, in_cache):
         from jax.experimental.mosaic import gpu as mgpu

@@ -69,7 +69,7 @@ def any_positive(x: jax.Array, *, interpret: bool, warpgroup: bool = False) -> j
 
     layout = WGMMA if x.ndim == 2 else ROW
 
-    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR))
     def vote(_, x):
         values = elements(x)
         others = "".join(f"setp.gt.or.f32 p, ${n}, 0f00000000, p; " for n in range(2, len(values) + 1))

@@ -26,7 +26,7 @@ def _time() -> jax.Array:
     from jax.experimental.mosaic import gpu as mgpu
     from jax.extend.mlir import ir
 
-    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.int32, layout=SCALAR))
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR))
     def read(_):
         i32 = ir.IntegerType.get_signless(32)
         low = mgpu.utils.inline_ptx("mov.u32 $0, %globaltimer_lo;", result_types=i32, has_side_effects=True)

@@ -88,7 +88,7 @@ def _jax_triton() -> ModuleType:
     from jax._src.interpreters import partial_eval
 
     primitive = jax_triton.triton_lib.triton_kernel_call_p
-    rule = partial_eval.dce_rules.get(primitive)
+    rule: Any = partial_eval.dce_rules.get(primitive)
     if jax.__version_info__ >= (0, 12) and rule and len(inspect.signature(rule).parameters) == 2:
         partial_eval.dce_rules[primitive] = lambda used_outs, live_ins, eqn: rule(used_outs, eqn)
     return jax_triton

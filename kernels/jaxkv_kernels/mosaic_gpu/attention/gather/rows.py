@@ -48,7 +48,7 @@ def lane_registers(per_lane: int) -> Any:
 
 def lane_array(per_lane: int) -> Any:
     """The type of such an array."""
-    return plgpu.ShapeDtypeStruct((lanes.THREADS * per_lane,), jnp.int32, layout=lane_registers(per_lane))
+    return plgpu.ShapeDtypeStruct((lanes.THREADS * per_lane,), jnp.dtype(jnp.int32), layout=lane_registers(per_lane))
 
 
 LINE = lanes.LINE

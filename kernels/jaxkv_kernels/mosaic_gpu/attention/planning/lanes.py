@@ -32,7 +32,9 @@ def call(function, *arguments, refs: int, results: tuple[int, ...] = (), warpgro
         REF if n < refs else layout(x.shape[0]) if jnp.ndim(x) else SCALAR for n, x in enumerate(arguments)
     ]
     returned: Any = [
-        plgpu.ShapeDtypeStruct((n * LANES,) if n else (), jnp.int32, layout=layout(n * LANES) if n else SCALAR)
+        plgpu.ShapeDtypeStruct(
+            (n * LANES,) if n else (), jnp.dtype(jnp.int32), layout=layout(n * LANES) if n else SCALAR
+        )
         for n in results
     ]
 

@@ -126,7 +126,7 @@ class LatentTiles(Tiles):
         """Loads the scales of a tile, one per token and 128 latents."""
         if not self.scaled:
             return [], []
-        types = [Array((TILE,), jnp.float32, layout=ROW)] * self.value_groups
+        types = [Array((TILE,), jnp.dtype(jnp.float32), layout=ROW)] * self.value_groups
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=types)
         def load(_, ref, stage):

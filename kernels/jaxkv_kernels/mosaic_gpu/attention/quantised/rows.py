@@ -100,7 +100,7 @@ class Int8Tiles(RowTiles):
 
     def load_scales(self, raw, stage):
         """Loads the scales of a tile: of keys, and of values."""
-        types = [Array((TILE,), jnp.float32, layout=ROW)] * 2
+        types = [Array((TILE,), jnp.dtype(jnp.float32), layout=ROW)] * 2
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=types)
         def load(_, ref, stage):
@@ -150,7 +150,7 @@ class Nvfp4Tiles(RowTiles):
         """Converts what `load_keys` returned to a float16 operand [64, 64]."""
 
         @plgpu.inline_mgpu(
-            arg_types=(words(8).layout,), return_type=Array((TILE, KEY_GROUP), jnp.float16, layout=WGMMA)
+            arg_types=(words(8).layout,), return_type=Array((TILE, KEY_GROUP), jnp.dtype(jnp.float16), layout=WGMMA)
         )
         def convert(_, loaded):
             return e2m1.convert_keys(loaded, WGMMA)
@@ -160,7 +160,9 @@ class Nvfp4Tiles(RowTiles):
     def convert_values(self, loaded, group):
         """Converts a group of what `load_values` returned to a float16 operand [128, 16], columns by tokens."""
 
-        @plgpu.inline_mgpu(arg_types=(self._values.layout,), return_type=Array((GROUP, N), jnp.float16, layout=WGMMA))
+        @plgpu.inline_mgpu(
+            arg_types=(self._values.layout,), return_type=Array((GROUP, N), jnp.dtype(jnp.float16), layout=WGMMA)
+        )
         def convert(_, loaded):
             return e2m1.convert_values(loaded, WGMMA, group)
 

@@ -50,7 +50,7 @@ Array = plgpu.ShapeDtypeStruct
 def words(per_lane: int) -> Any:
     """The type of int32 arrays in which each lane holds `per_lane` words, in vectors of four."""
     shape = (lanes.LANES * per_lane,)
-    return Array(shape, jnp.int32, layout=plgpu.Layout.WG_STRIDED(shape, 4))
+    return Array(shape, jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_STRIDED(shape, 4))
 
 
 class Tiles:
@@ -198,7 +198,8 @@ class Tiles:
         dtype = jnp.bfloat16 if wide else jnp.float16
 
         @plgpu.inline_mgpu(
-            arg_types=(words(16 if wide else 8).layout,), return_type=Array((TILE, KEY_GROUP), dtype, layout=WGMMA)
+            arg_types=(words(16 if wide else 8).layout,),
+            return_type=Array((TILE, KEY_GROUP), jnp.dtype(dtype), layout=WGMMA),
         )
         def convert(_, loaded):
             return lanes.convert_keys(loaded, WGMMA, self._convert, wide=wide)
@@ -208,7 +209,9 @@ class Tiles:
     def convert_values(self, loaded, group: int) -> Any:
         """Converts a group of what `load_values` returned to a float16 operand [128, 16], columns by tokens."""
 
-        @plgpu.inline_mgpu(arg_types=(self._values.layout,), return_type=Array((GROUP, N), jnp.float16, layout=WGMMA))
+        @plgpu.inline_mgpu(
+            arg_types=(self._values.layout,), return_type=Array((GROUP, N), jnp.dtype(jnp.float16), layout=WGMMA)
+        )
         def convert(_, loaded):
             return lanes.convert_values(loaded, WGMMA, group, self._convert, swapped=self._swapped)
 
@@ -220,7 +223,9 @@ class Tiles:
         Pallas's own reductions share scratch memory among warpgroups.
         """
 
-        @plgpu.inline_mgpu(arg_types=(WGMMA, PLAIN, SCALAR), return_type=Array((N,), jnp.float32, layout=COLUMN))
+        @plgpu.inline_mgpu(
+            arg_types=(WGMMA, PLAIN, SCALAR), return_type=Array((N,), jnp.dtype(jnp.float32), layout=COLUMN)
+        )
         def reduce(_, x, stats, side):
             return lanes.over_warps(x, stats, SCRATCH, side.registers.item(), kind, COLUMN)
 
@@ -253,7 +258,8 @@ class Tiles:
         """
 
         @plgpu.inline_mgpu(
-            arg_types=(self._queries.layout,), return_type=Array((lanes.LANES,), jnp.float32, layout=PER_LANE)
+            arg_types=(self._queries.layout,),
+            return_type=Array((lanes.LANES,), jnp.dtype(jnp.float32), layout=PER_LANE),
         )
         def largest(_, loaded):
             return lanes.largest(loaded, PER_LANE)
