@@ -39,17 +39,16 @@ def described_model(args: argparse.Namespace, parallel: "Parallel | None" = None
     return jax.eval_shape(_maker(args, models.ModelConfig.read(args.config), parallel))
 
 
-def random_model(
-    args: argparse.Namespace, described: "Model", num_blocks: int, block_size: int, order: str = "BLNHC"
-) -> "Model":
+def random_model(args: argparse.Namespace, described: "Model", num_blocks: int, order: str = "BLNHC") -> "Model":
     """The model that `described_model` describes, after a check that it fits beside a cache of `num_blocks` blocks.
 
     ValueError if a device's parts of model and cache together exceed its memory.  It is raised before any weights are
     drawn.
     """
-    layout = jax.eval_shape(lambda: described.cache(num_blocks, block_size, order)).layout  # of one device's cache
+    layout = jax.eval_shape(lambda: described.cache(num_blocks, order=order)).layout  # of one device's cache
     needed = nbytes(_on_one_device(described)) + layout.nbytes
-    require_memory(f"{args.config}, with a cache of {num_blocks} blocks of {block_size} tokens", needed)
+    blocks = f"{num_blocks} blocks of {described.usual_block_size} tokens"
+    require_memory(f"{args.config}, with a cache of {blocks}", needed)
     # Weight by weight: XLA would compile a program that makes them all for minutes.
     return _maker(args, described.config, described.parallel)()
 

@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
     lengths, described = _lengths(args), random_models.described_model(args)
     block_size = described.usual_block_size
-    tables = tables_of(described.layout(1, block_size), block_size)
+    tables = tables_of(described.layout(1), block_size)
 
     def held(tokens: float) -> int:
         """The most blocks of a request of so many tokens."""
@@ -68,11 +68,11 @@ def run(args: argparse.Namespace) -> int:
     mean = float(np.mean(lengths.prompts + lengths.outputs))
     num_blocks = args.blocks or args.max_requests * held(ROOM * mean + block_size)
     num_blocks = max(num_blocks, held(lengths.longest))
-    model = random_models.random_model(args, described, num_blocks, block_size)
+    model = random_models.random_model(args, described, num_blocks)
     print(_about(model, lengths))
     alone = serving.Alone(model, lengths, args.max_requests)
     sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_chunks": args.max_chunks}
-    engine = Engine(model, num_blocks=num_blocks, block_size=block_size, max_len=lengths.longest, **sizes)
+    engine = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
     notice("compiling")
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda compile: compile(), (engine.warm_up, alone.compile)))

@@ -55,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
     parallel, devices = _parallel(args)
     described = random_models.described_model(args, parallel)
     num_blocks = model_steps.blocks_per_cache(described, args.requests, args.tokens, args.new_tokens)
-    model = random_models.random_model(args, described, num_blocks, described.usual_block_size)
+    model = random_models.random_model(args, described, num_blocks)
     config, batch = model.config, f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
     if args.new_tokens > 1:
         batch += f", {args.new_tokens:,} of them new"
