@@ -189,12 +189,10 @@ class Engine(EngineBase):
         entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
         table, cache = self.tables.max_len, self._capacity
         if entries > min(table, cache):
-            small = " and ".join(
-                f"`{name}`" for name, of in {"max_len": table, "num_blocks": cache}.items() if entries > of
-            )
+            small = "num_blocks" if entries > cache else "max_len"
             raise ValueError(
                 f"`prompt` has {len(prompt)} tokens and `max_tokens` is {max_tokens}, {entries} entries: a request's "
-                f"table holds {table} and the cache {cache}; shorten them, or make the engine with a larger {small}"
+                f"table holds {table} and the cache {cache}; shorten them, or make the engine with a larger `{small}`"
             )
         if not isinstance(sampling, Sampling):
             raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")

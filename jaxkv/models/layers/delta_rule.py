@@ -107,7 +107,7 @@ def chunked(q, k, v, decay, rate, state) -> tuple[jax.Array, jax.Array]:
 
     # The state after a chunk is kept S + added.  Only this is computed chunk by chunk.
     rest = k * decays.after
-    kept = jnp.expand_dims(jnp.eye(k.shape[-1]), (0, 1, 2)) * decays.before[..., -1:, :]
+    kept = jnp.expand_dims(jnp.eye(k.shape[-1], dtype=k.dtype), (0, 1, 2)) * decays.before[..., -1:, :]
     kept = kept - product("bnhik,bnhil->bnhkl", rest, keys)
     added = product("bnhik,bnhiv->bnhkv", rest, values)
 
