@@ -98,7 +98,7 @@ class HostPool:
         self._chunk_blocks = 1 << (longest.bit_length() - 1)
         self._chunks = Chunks()
         self._holds: Counter[bytes] = Counter()
-        self._moving: dict[bytes, None] = {}
+        self._moving: dict[bytes, int] = {}
         """Keys that the current store or load needs.  If an interrupted one has left keys, the next one drops them."""
         self._held = ChainMap(self._holds, self._moving)
         self._arriving: deque[Chunk] = deque()
@@ -245,7 +245,7 @@ class HostPool:
     def _holding(self, keys: Collection[bytes]) -> Iterator[None]:
         """Prevents the eviction of blocks during the body, or until the body removes them from `_moving`."""
         self._moving.clear()
-        self._moving.update(dict.fromkeys(keys))
+        self._moving.update(dict.fromkeys(keys, 1))
         try:
             yield
         finally:

@@ -80,10 +80,13 @@ DISTINCT = {"deepseek_v32", "deepseek_v4", "gpt_oss", "kimi_linear", "llama", "l
 
 @pytest.mark.parametrize(
     "family",
-    [name if name in DISTINCT else slow(name) for name in sorted(path.parent.name for path in FOLDER.glob("*/truth.npz"))],
+    [
+        name if name in DISTINCT else slow(name)
+        for name in sorted(path.parent.name for path in FOLDER.glob("*/truth.npz"))
+    ],
 )
 def test_strict_programs_may_run_the_engine(family):
-    """No promotion of ranks and dtypes, 64-bit numbers by default, and NaN nowhere: the tokens are the recorded ones."""
+    """No promotion of ranks and dtypes, 64-bit numbers by default, and no NaN: the tokens are the recorded ones."""
     prompt, follows = recorded(family, 1)
     strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
     with strict[0], strict[1], jax.enable_x64(True), jax.debug_nans(True):
