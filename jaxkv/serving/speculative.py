@@ -136,13 +136,7 @@ class SpeculativeEngine(EngineBase):
             raise ValueError(f"`prompt` is {prompt!r}: expected one or more token ids from 0 to {vocabulary - 1}")
         entries = self._entries(len(prompt), positive_int("max_tokens", max_tokens))
         if entries > (table := self.table_blocks * self.block_size):
-            positions = self.model.config.max_position_embeddings
-            limited = self.table_blocks == self.pool.num_blocks
-            limit = (
-                "make the engine with more blocks"
-                if limited
-                else f"choose a model with more than {positions} positions"
-            )
+            limit = "num_blocks" if self.table_blocks == self.pool.num_blocks else "max_position_embeddings"
             raise ValueError(
                 f"`prompt` has {len(prompt)} tokens and `max_tokens` is {max_tokens}, {entries} entries with those of "
                 f"drafts: because of `{limit}`, a request's table holds {table}; shorten them"

@@ -1,6 +1,7 @@
 """Drafts of the MTP layer: equal to a NumPy oracle; tokens with drafts are those without, and so is their law."""
 
 import json
+from collections import Counter
 from functools import cache, partial
 
 import jax
@@ -184,8 +185,8 @@ def test_accepted_drafts_leave_the_tokens_as_they_are(samplings):
     assert 3 * 39 <= new <= 3 * (39 + 2)
 
 
-def test_no_token_follows_a_stop_token_or_the_last_in_the_middle_of_drafts():
-    """Every token as the stop token, and every number of tokens, with drafts that are accepted in most steps."""
+def test_no_token_follows_a_stop_token_or_the_last_in_the_middle_of_drafts(monkeypatch):
+    """Every token as the stop token, and every number of tokens: some come before the last accepted draft of a step."""
     model = predictable()
     prompts = [[3, 1, 4, 1, 5], [9]]
     engine = serving.SpeculativeEngine(model, num_speculative_tokens=2, **SIZES)
@@ -194,6 +195,14 @@ def test_no_token_follows_a_stop_token_or_the_last_in_the_middle_of_drafts():
     cases = [(tokens, end, 40) for tokens in truth for end in first[tuple(tokens)]]
     cases += [(tokens, None, most) for tokens in truth for most in range(1, 8)]
     cases += [(tokens, end, end + most) for tokens in truth for end in first[tuple(tokens)][1:6] for most in (0, 1, 2)]
+    dropped, append = Counter(), engine._append
+
+    def counted(request, tokens):
+        before = len(request.generated)
+        append(request, tokens)
+        dropped[request.finish_reason] += len(tokens) - (len(request.generated) - before)
+
+    monkeypatch.setattr(engine, "_append", counted)
     held = [
         engine.submit(prompts[truth.index(tokens)], max_tokens=most, stop=() if end is None else (tokens[end],))
         for tokens, end, most in cases
@@ -205,7 +214,7 @@ def test_no_token_follows_a_stop_token_or_the_last_in_the_middle_of_drafts():
         assert request.finish_reason == ("stop" if stops else "length")
         assert [token for owner, token in stream if owner is request] == request.generated
     assert engine.pool.num_free == engine.pool.num_blocks
-    assert engine.acceptance.rate > 0.2
+    assert min(dropped["stop"], dropped["length"]) > 0, dropped
 
 
 def test_a_stop_token_or_nan_ends_the_request():
@@ -275,7 +284,7 @@ def test_an_mtp_layer_that_is_not_there_or_differs_is_rejected(checkpoint, tmp_p
     with pytest.raises(ValueError, match="`num_blocks` is 1, of 16 tokens: expected at least 2, because a token with"):
         serving.SpeculativeEngine(predictable(), **few)
     small = serving.SpeculativeEngine(predictable(), **{**SIZES, "num_blocks": 2})
-    with pytest.raises(ValueError, match=r"36 entries with .* because of `num_blocks`, a request's table holds 32"):
+    with pytest.raises(ValueError, match=r"34 entries with .* because of `num_blocks`, a request's table holds 32"):
         small.submit([1], max_tokens=33)
     folder, weights = with_mtp(tmp_path)
     name = f"{LAYER}embed_tokens.weight"
