@@ -41,8 +41,7 @@ def blocks_per_cache(model: Model, requests: int, tokens: int, new_tokens: int =
 
 
 def _tables(model: Model) -> tuple[TableKind, ...]:
-    size = model.usual_block_size
-    return tables_of(model.layout(1, size), size)
+    return tables_of(model.layout(1), model.usual_block_size)
 
 
 def _held(table: TableKind, tokens: int, new_tokens: int) -> list[int]:
@@ -68,7 +67,7 @@ def filled(model: Model, num_blocks: int) -> jaxkv.KVCache:
         return jax.jit(partial(_with_random_bytes, model, num_blocks))()
 
     def fill():
-        cache = model.cache(num_blocks, model.usual_block_size)
+        cache = model.cache(num_blocks)
         return model.parallel.per_device(partial(_with_random_entries, model))(cache)
 
     return jax.jit(fill)()
@@ -103,7 +102,7 @@ def _written(cache: jaxkv.KVCache, operation: Any, shapes: Sequence[tuple[int, .
 
 
 def _with_random_bytes(model: Model, num_blocks: int) -> jaxkv.KVCache:
-    cache = model.cache(num_blocks, model.usual_block_size)
+    cache = model.cache(num_blocks)
     random = np.random.default_rng(0).integers(0, 256, 2**20, np.uint8) & RANDOM | SET
     return jaxkv.KVCache(jnp.resize(random.view(cache.buffer.dtype), cache.buffer.shape), cache.layout)
 

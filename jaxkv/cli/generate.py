@@ -88,10 +88,9 @@ def run(args: argparse.Namespace) -> int:
     if calibrating is not None:
         model = models.calibrate(model, calibrating)
         notice(f"scales of entries found with {len(calibrating)} prompts of {args.calibrate}")
-    size = model.usual_block_size
-    cache = nbytes(jax.eval_shape(lambda: model.cache(args.blocks, size)))
+    cache = nbytes(jax.eval_shape(lambda: model.cache(args.blocks)))
     require_memory(f"--blocks {args.blocks}, beside the weights", nbytes(model.params) + cache)
-    sizes = {"num_blocks": args.blocks, "block_size": size, "max_requests": min(len(prompts), MOST_ROWS)}
+    sizes = {"num_blocks": args.blocks, "max_requests": min(len(prompts), MOST_ROWS)}
     if args.num_speculative_tokens is None:
         # No more chunks per step than the prompts have: all of them are computed, even if they are empty.
         chunks = sum(math.ceil(len(prompt) / CHUNK) for prompt in prompts)
@@ -106,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
         except ValueError as error:
             raise ValueError(f"prompt {number}: {error}") from None
     notice(f"{model.config.architecture}, {model.config.num_layers} layers, on {jax.devices()[0].device_kind}")
-    notice(f"cache: {model.layout(args.blocks, size)}")
+    notice(f"cache: {model.layout(args.blocks)}")
     notice("compiling")
     engine.warm_up()
     start = time.perf_counter()

@@ -57,19 +57,17 @@ class Needed:
     """In host memory."""
 
 
-def random_model(
-    args: argparse.Namespace, described: "Model", needed: Needed, block_size: int, order: str = "BLNHC"
-) -> "Model":
+def random_model(args: argparse.Namespace, described: "Model", needed: Needed, order: str = "BLNHC") -> "Model":
     """The model that `described_model` describes, after a check that what is needed fits beside it.
 
     ValueError if a device's parts exceed its memory.  It is raised before any weights are drawn.
     """
-    layout = jax.eval_shape(lambda: described.cache(needed.blocks, block_size, order)).layout  # of one device's cache
+    layout = jax.eval_shape(lambda: described.cache(needed.blocks, order=order)).layout  # of one device's cache
     block, config = layout.nbytes // needed.blocks, described.config
     # Of a step, the least that any model needs: the logits, and the hidden states of one layer.
     step = 4 * needed.rows * config.vocab_size + 2 * needed.tokens * config.hidden_size
     total = nbytes(_on_one_device(described)) + layout.nbytes + needed.other_blocks * block + step
-    what = f"{args.config}, with a cache of {needed.blocks} blocks of {block_size} tokens and steps of "
+    what = f"{args.config}, with a cache of {needed.blocks} blocks of {described.usual_block_size} tokens and steps of "
     what += f"{counted(needed.tokens, 'tokens')} in {counted(needed.rows, 'rows')}"
     require_memory(what, total, on_host=needed.host_blocks * block)
     # Weight by weight: XLA would compile a program that makes them all for minutes.

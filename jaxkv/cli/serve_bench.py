@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
 
     lengths, described = _lengths(args), random_models.described_model(args)
     block_size = described.usual_block_size
-    tables = tables_of(described.layout(1, block_size), block_size)
+    tables = tables_of(described.layout(1), block_size)
 
     def held(tokens: float) -> int:
         """The most blocks of a request of so many tokens."""
@@ -76,11 +76,11 @@ def run(args: argparse.Namespace) -> int:
         tokens=args.max_requests + args.max_chunks * args.chunk,
         other_blocks=serving.Alone.num_blocks(described, lengths, args.max_requests),
     )
-    model = random_models.random_model(args, described, needed, block_size)
+    model = random_models.random_model(args, described, needed)
     print(_about(model, lengths))
     alone = serving.Alone(model, lengths, args.max_requests)
     sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_chunks": args.max_chunks}
-    engine = Engine(model, num_blocks=num_blocks, block_size=block_size, max_len=lengths.longest, **sizes)
+    engine = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
     notice("compiling")
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda compile: compile(), (engine.warm_up, alone.compile)))

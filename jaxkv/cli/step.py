@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     num_blocks = model_steps.blocks_per_cache(described, args.requests, args.tokens, args.new_tokens)
     rows = args.requests // described.parallel.divisions_of_rows
     needed = random_models.Needed(num_blocks, rows, rows * args.new_tokens)
-    model = random_models.random_model(args, described, needed, described.usual_block_size)
+    model = random_models.random_model(args, described, needed)
     config, batch = model.config, f"{counted(args.requests, 'requests')} x {counted(args.tokens, 'tokens')}"
     if args.new_tokens > 1:
         batch += f", {args.new_tokens:,} of them new"

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from jaxkv.serving import Engine
     from jaxkv.serving.table import TableKind
 
-BLOCK_SIZE = 64
+PREFIX = 1024
+"""The default length of the prefix, rounded up to whole chunks and blocks."""
 NEW_TOKENS = 16
 """Tokens generated in each case, and compared."""
 
@@ -50,8 +51,8 @@ class Case(NamedTuple):
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options: the model, the prompt, and the folder for blocks on disk."""
     random_models.add_arguments(parser)
-    prefix = f"tokens that are found again, a multiple of --chunk and of {BLOCK_SIZE} (1024)"
-    parser.add_argument("--prefix", type=positive, default=1024, help=prefix)
+    prefix = f"tokens that are found again, a multiple of --chunk and of the block size (at least {PREFIX})"
+    parser.add_argument("--prefix", type=positive, metavar="N", help=prefix)
     parser.add_argument("--chunk", type=positive, default=512, help="tokens of a prefill step (512)")
     parser.add_argument("--rounds", type=positive, default=3, help="timed rounds, whose median is printed (3)")
     parser.add_argument("--order", choices=jaxkv.ORDERS, default="BLNHC", help="order of the cache's axes (BLNHC)")
@@ -62,14 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one line per case; returns 1 if their tokens differ or the prefix was not found."""
-    _check(args)
     described = random_models.described_model(args)
-    blocks = _num_blocks(described, args.prefix)
+    prefix = _prefix(args, described)
+    blocks = _num_blocks(described, prefix)
     # Two engines at once, with a pool each, of twice as many blocks.
     needed = random_models.Needed(blocks, rows=2, tokens=1 + args.chunk, other_blocks=blocks, host_blocks=4 * blocks)
-    model = random_models.random_model(args, described, needed, BLOCK_SIZE, args.order)
+    model = random_models.random_model(args, described, needed, args.order)
     with tempfile.TemporaryDirectory() as scratch:
-        bench = Bench(model, args.prefix, args.chunk, args.order, args.disk or Path(scratch))
+        bench = Bench(model, prefix, args.chunk, args.order, args.disk or Path(scratch))
         print(bench)
         rounds = [bench.round() for _ in range(1 + args.rounds)][1:]
         kernels = bench.cold_kernels()
@@ -84,13 +85,13 @@ def run(args: argparse.Namespace) -> int:
         f"{name}, round {number}: {case.found} tokens found, then {case.tokens} drawn; cold {cases['cold'].tokens}"
         for number, cases in enumerate(rounds, 1)
         for name, case in cases.items()
-        if case.tokens != cases["cold"].tokens or case.found != (0 if name == "cold" else args.prefix)
+        if case.tokens != cases["cold"].tokens or case.found != (0 if name == "cold" else prefix)
     ]
     print("\n".join(wrong) or f"every case found the expected prefix and generated the same {NEW_TOKENS} tokens")
     if args.json:
         about = {
             **random_models.described(args, model),
-            "prefix": {"tokens": args.prefix, "bytes": bench.nbytes, "order": args.order, "chunk": args.chunk},
+            "prefix": {"tokens": prefix, "bytes": bench.nbytes, "order": args.order, "chunk": args.chunk},
             "ms": ms,
             "cold_shares_ms": {name: 1e3 * took for name, took in divided.items()},
             "wrong": wrong,
@@ -99,12 +100,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _check(args: argparse.Namespace) -> None:
-    unit = math.lcm(BLOCK_SIZE, args.chunk)
-    if args.prefix % unit:
+def _prefix(args: argparse.Namespace, model: "Model") -> int:
+    """Tokens of the prefix.  ValueError if they are not whole chunks and blocks, or if `--disk` cannot be made."""
+    unit = math.lcm(model.usual_block_size, args.chunk)
+    prefix = args.prefix or -(-PREFIX // unit) * unit
+    if prefix % unit:
         raise ValueError(
-            f"--prefix is {args.prefix}: expected a multiple of {unit}, the least common multiple of --chunk and "
-            f"blocks of {BLOCK_SIZE} (or choose a smaller --chunk)"
+            f"--prefix is {prefix}: expected a multiple of {unit}, the least common multiple of --chunk and "
+            f"blocks of {model.usual_block_size} (or choose a smaller --chunk)"
         )
     if args.disk:
         try:
@@ -113,13 +116,14 @@ def _check(args: argparse.Namespace) -> None:
             raise ValueError(
                 f"--disk is {str(args.disk)!r}: expected a folder that exists or can be made ({error})"
             ) from None
+    return prefix
 
 
 def _tables(model: "Model") -> "tuple[TableKind, ...]":
     """The block tables of a request."""
     from jaxkv.serving.table import tables_of
 
-    return tables_of(model.layout(1, BLOCK_SIZE), BLOCK_SIZE)
+    return tables_of(model.layout(1), model.usual_block_size)
 
 
 def _num_blocks(model: "Model", prefix: int) -> int:
@@ -135,7 +139,7 @@ class Bench:
 
         self._model, self._prefix, self._chunk, self._order = model, prefix, chunk, order
         self._num_blocks = _num_blocks(model, prefix)
-        self._layout = model.layout(self._num_blocks, BLOCK_SIZE, order)
+        self._layout = model.layout(self._num_blocks, order=order)
         self._disk = DiskPool(folder, self._layout, model=fingerprint(model))
         self._host = self._pool()
         self.nbytes = sum(len(table.needed(prefix)) for table in _tables(model)) * self._host.block_nbytes
@@ -183,7 +187,6 @@ class Bench:
 
         sizes = {
             "num_blocks": self._num_blocks,
-            "block_size": BLOCK_SIZE,
             "chunk": self._chunk,
             "max_chunks": 1,
             "max_requests": 1,

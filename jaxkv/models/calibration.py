@@ -23,7 +23,6 @@ from jaxkv_kernels.formats.format import unquantised
 
 CHUNK = 256
 """Tokens of a prompt that run at once."""
-BLOCK_SIZE = 64
 HEADROOM = 2
 """How many times larger than all observed values an entry may be before it saturates.
 
@@ -98,8 +97,8 @@ def _largest(model: Model, prompts: list[list[int]]) -> dict[str, np.ndarray]:
     plain = replace(model, entry_format=unquantised(model.dtype), params={**model.params, "entry_scales": {}})
     # Each device that has requests of its own runs other prompts, and needs as many rows as the others.
     rows = model.parallel.divisions_of_rows
-    blocks = -(-max(map(len, prompts)) // BLOCK_SIZE)
-    cache = plain.cache(blocks, BLOCK_SIZE)
+    blocks = -(-max(map(len, prompts)) // plain.usual_block_size)
+    cache = plain.cache(blocks)
     cache = jax.device_put(cache, cache.buffer.sharding)
     tables = np.tile(np.arange(blocks, dtype=np.int32), (rows, 1))
     advance = jax.jit(_advance, donate_argnums=1)

@@ -84,13 +84,15 @@ class Model:
         scales = self.params["entry_scales"]
         return {name: lax.dynamic_index_in_dim(of, layer, keepdims=False) for name, of in scales.items()}
 
-    def layout(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> CacheLayout | PackedLayout:
-        """The layout of one device's cache.
+    def layout(
+        self, num_blocks: int, block_size: int | None = None, order: str = "BLNHC"
+    ) -> CacheLayout | PackedLayout:
+        """The layout of one device's cache; `block_size` is by default the model's `usual_block_size`.
 
         It is a PackedLayout if there are several groups: with the indexer's keys, or with those of compressed
         attention, whose other tables have block sizes of their own (`compressed_cache.py`).
         """
-        block_size = self.parallel.device_block_size(block_size)
+        block_size = self.parallel.device_block_size(self.usual_block_size if block_size is None else block_size)
         if isinstance(self.config.attention, CompressedAttention):
             groups = compressed_cache.groups(self.config.attention, self.entry_format)
             sizes = compressed_cache.block_sizes(groups, block_size)
@@ -141,25 +143,26 @@ class Model:
 
     @property
     def usual_block_size(self) -> int:
-        """64 tokens; with compressed attention the smallest multiple of that which its rates divide.
+        """The default number of tokens per block: 64, or the smallest multiple of that which the model supports.
 
-        With states, 64 times a power of 2 for which the entries of a block take as many bytes as the states of one, or
+        It is a multiple of the rates of compressed attention, and of the number of tokens that devices divide evenly.
+        With states, it is the first, doubled until the entries of a block take as many bytes as the states of one, or
         more.
         """
         attention, recurrent = self.config.attention, self.config.recurrent
         rates = (attention.csa_rate, attention.hca_rate) if isinstance(attention, CompressedAttention) else ()
-        size = math.lcm(64, *rates)
+        size = math.lcm(64, *rates, self.parallel.block_unit)
         if recurrent is not None:
             states = len(recurrent.layers) * recurrent.state.nbytes
             while self.num_cache_layers * self.num_kv_heads * self.entry.page_nbytes(size) < states:
                 size *= 2
         return size
 
-    def cache(self, num_blocks: int, block_size: int = 64, order: str = "BLNHC") -> KVCache:
+    def cache(self, num_blocks: int, block_size: int | None = None, order: str = "BLNHC") -> KVCache:
         """A cache of zeros for `prefill` and `decode`, on the model's devices.
 
-        `num_blocks` and `block_size` are those of block tables and slots.  On several devices, `parallel` decides which
-        part of them each device holds.
+        `num_blocks` and `block_size` are those of block tables and slots; the default of `block_size` is
+        `usual_block_size`.  On several devices, `parallel` decides which part of them each device holds.
 
         For a model with an indexer (V3.2, GLM-5), states (Qwen3-Next, Kimi Linear) or compressed attention (V4), the
         result is a view of the first group of its layout.  `copy_blocks`, `read_blocks` and `write_blocks` still move

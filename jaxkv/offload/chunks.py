@@ -54,11 +54,12 @@ class Chunks:
         self._places.update((key, (chunk, row)) for row, key in enumerate(chunk.keys))
 
     def remove(self, chunk: Chunk) -> None:
-        """Removes a chunk if it is present."""
+        """Removes a chunk if it is present, also if an interrupted `add` or `remove` has left only a part of it."""
         if chunk in self._chunks:
-            del self._chunks[chunk]
             for key in chunk.keys:
-                del self._places[key]
+                if key in self._places and self._places[key][0] is chunk:
+                    del self._places[key]
+            del self._chunks[chunk]
 
     def use(self, keys: Iterable[bytes]) -> None:
         """Marks blocks of a prompt as used, the first one most recently, because the others are useless without it."""

@@ -2,7 +2,7 @@
 
 import time
 import warnings
-from collections import Counter, defaultdict, deque
+from collections import ChainMap, Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
@@ -100,6 +100,9 @@ class HostPool:
         self._chunk_blocks = 1 << (longest.bit_length() - 1)
         self._chunks = Chunks()
         self._holds: Counter[bytes] = Counter()
+        self._moving: dict[bytes, int] = {}
+        """Keys that the current store or load needs.  If an interrupted one has left keys, the next one drops them."""
+        self._held = ChainMap(self._holds, self._moving)
         self._arriving: deque[Chunk] = deque()
         """Stores that may be in flight, oldest first."""
         self._writer = ThreadPoolExecutor(1, "jaxkv-disk")
@@ -213,8 +216,7 @@ class HostPool:
                 cache = self._moved(cache, places, targets)
                 self._chunks.use(keys)
                 for key in places:
-                    del waiting[key]
-                self.release(places)
+                    del waiting[key], self._moving[key]
                 del places  # its references would keep chunks in host memory
         self.stats.loaded += len(keys)
         self.stats.loaded_bytes += len(keys) * self.block_nbytes
@@ -256,12 +258,13 @@ class HostPool:
 
     @contextmanager
     def _holding(self, keys: Collection[bytes]) -> Iterator[None]:
-        """Holds blocks during the body; at the end, releases those that are still in `keys`."""
-        self._holds.update(list(keys))
+        """Prevents the eviction of blocks during the body, or until the body removes them from `_moving`."""
+        self._moving.clear()
+        self._moving.update(dict.fromkeys(keys, 1))
         try:
             yield
         finally:
-            self.release(keys)
+            self._moving.clear()
 
     def release(self, keys: Iterable[bytes]) -> None:
         """Ends one hold of each block.
@@ -325,7 +328,7 @@ class HostPool:
         for chunk in list(self._chunks) if count > free else []:
             if free >= count:
                 break
-            if any(key in self._holds for key in chunk.keys):
+            if any(key in self._held for key in chunk.keys):
                 continue
             self._wait_for_disk(chunk)
             self._chunks.remove(chunk)
@@ -363,7 +366,7 @@ class HostPool:
         for key, row in zip(chunk.keys, transfers.to_numpy(chunk.rows), strict=True):
             start = time.perf_counter()
             try:
-                written = key not in disk and disk.store(key, row, held=self._holds)
+                written = key not in disk and disk.store(key, row, held=self._held)
             except OSError as error:
                 errors.append(error)
                 continue

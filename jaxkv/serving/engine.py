@@ -3,8 +3,9 @@
 import operator
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
+from typing import override
 
 import jax
 import jax.numpy as jnp
@@ -19,11 +20,12 @@ from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import HostPool, prefix_keys
 from jaxkv.ops.blocks import copy_blocks
 from jaxkv.serving import program
+from jaxkv.serving.base import EngineBase, ends_engine
 from jaxkv.serving.block_tables import BlockTables
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix
 from jaxkv.serving.prefix_stats import PrefixCacheStats
-from jaxkv.serving.request import Request, stop_tokens, token_ids, uncancelled
+from jaxkv.serving.request import Request, stop_tokens, token_ids
 from jaxkv.serving.step_inputs import NOTHING, Choices, Rows, Span, Spans
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
@@ -31,7 +33,7 @@ from jaxkv.serving.tiers import Tiers
 GREEDY = Sampling()
 
 
-class Engine:
+class Engine(EngineBase):
     """Serves requests from one cache.
 
     Every step decodes one token of every request whose prompt is complete, and prefills chunks of one or more prompts.
@@ -59,7 +61,7 @@ class Engine:
     Args:
       model: from `jaxkv.models.load`.
       num_blocks: blocks of the cache, shared by all requests.
-      block_size: tokens per block, of the first table if there are several.
+      block_size: tokens per block, of the first table if there are several; default the model's `usual_block_size`.
       order: order of the cache's axes.
       max_requests: requests that run at once.
       max_len: the most cached tokens of a request, rounded up to blocks; default the capacity of the cache or the
@@ -80,7 +82,7 @@ class Engine:
         model: Model,
         *,
         num_blocks: int,
-        block_size: int = 64,
+        block_size: int | None = None,
         order: str = "BLNHC",
         max_requests: int = 32,
         max_len: int | None = None,
@@ -88,9 +90,11 @@ class Engine:
         max_chunks: int = 8,
         offload: HostPool | None = None,
     ):
+        super().__init__()
         if isinstance(model.parallel, DataParallel):
             raise ValueError("`model` is data parallel, with requests of its own on each device: expected `Replicas`")
         self.model = model
+        block_size = model.usual_block_size if block_size is None else block_size
         cache, layout = model.cache(num_blocks, block_size, order), model.layout(num_blocks, block_size, order)
         # Committed to its device, like the caches that loads return: jit compiles separately for committed arrays.
         self.cache = jax.device_put(cache, cache.buffer.sharding)
@@ -103,6 +107,12 @@ class Engine:
         self.chunk = positive_int("chunk", chunk)
         self.max_chunks = positive_int("max_chunks", max_chunks)
         tables = tables_of(layout, block_size, divided=model.parallel.divides_tokens)
+        if num_blocks < len(tables):
+            names = ", ".join(repr(table.name) for table in tables)
+            raise ValueError(
+                f"`num_blocks` is {num_blocks}: expected at least {len(tables)}, because every request has a block of "
+                f"each of the tables {names}"
+            )
         self._state_size = max((table.block_size for table in tables if table.states), default=0)
         """Tokens per block of states; 0 if there are none."""
         self._capacity = capacity(tables, num_blocks, self._step_tokens)
@@ -132,8 +142,6 @@ class Engine:
         """The last sampled token of every running request, on the device."""
         self._launched: deque[tuple[jax.Array, dict[int, Span]]] = deque()
         """Steps whose tokens have not been read: the sampled tokens, and the span of each row."""
-        self._new: list[tuple[Request, int]] = []
-        """Tokens that have been read, and that `step` has not returned yet."""
         # The cache is donated, so that it is updated in place.
         self._layers = jax.jit(program.run_layers, donate_argnames="cache", compiler_options=model.compiler_options)
         self._likeliest, self._draw = (
@@ -164,10 +172,12 @@ class Engine:
           The request.  `step` and `run` append its tokens.
 
         Raises:
+          RuntimeError: an exception has ended the engine.
           TypeError: a token id (of `prompt`, `stop`) or `priority` is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens`, it
             would exceed the block table or the cache.
         """
+        self.check_usable()
         vocabulary = self.model.config.vocab_size
         prompt = token_ids("prompt", prompt)
         outside = [token for token in prompt if not 0 <= token < vocabulary]
@@ -178,9 +188,10 @@ class Engine:
         entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
         table, cache = self.tables.max_len, self._capacity
         if entries > min(table, cache):
+            small = "num_blocks" if entries > cache else "max_len"
             raise ValueError(
                 f"`prompt` has {len(prompt)} tokens and `max_tokens` is {max_tokens}, {entries} entries: a request's "
-                f"table holds {table} and the cache {cache}; shorten them, or make the engine with more blocks"
+                f"table holds {table} and the cache {cache}; shorten them, or make the engine with a larger `{small}`"
             )
         if not isinstance(sampling, Sampling):
             raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
@@ -192,40 +203,58 @@ class Engine:
         return request
 
     def cancel(self, request: Request) -> None:
-        """Ends a waiting or running request and frees its blocks.  ValueError if it has already ended.
+        """Ends a waiting or running request and frees its blocks.
 
         `run` yields no further tokens of it.  Tokens that the last call of `step` returned are still in
         `request.generated`; those that the device has sampled since then are discarded.
+
+        Raises:
+          RuntimeError: an exception has ended the engine.
+          ValueError: the request has already ended.
         """
+        self.check_usable()
+        if request not in self.waiting and request not in self.running:
+            raise ValueError(f"`request` neither waits nor runs: it ended with {request.finish_reason!r}")
+        self._cancel(request)
+
+    @ends_engine
+    def _cancel(self, request: Request) -> None:
+        request.finish_reason = "cancelled"
         if request in self.waiting:
             self.waiting.remove(request)
-        elif request in self.running:
-            self._leave(request)
         else:
-            raise ValueError(f"`request` neither waits nor runs: it ended with {request.finish_reason!r}")
-        request.finish_reason = "cancelled"
+            self._leave(request)
 
-    def run(self) -> Iterator[tuple[Request, int]]:
-        """Steps until all requests have ended; yields each new token with its request."""
-        while self.waiting or self.running:
-            yield from uncancelled(self.step())
+    @property
+    @override
+    def unfinished(self):
+        return [*self.running, *self.waiting]
 
-    def step(self) -> list[tuple[Request, int]]:
-        """Launches a step; returns the new tokens of the previous step with their requests.
-
-        If the logits of a request are NaN, it ends with `finish_reason` "nan" and no further token; the others
-        continue.
-        """
+    @override
+    def _step(self):
+        # Launches a step, and reads the previous one.
         if spans := self.plan():
             self.cache, logits = self._layers(self.model, self.cache, self.last, *self.batches(spans))
             self.launched(spans, logits)
-        return self.read(behind=spans is not None)
+        self.read(behind=spans is not None)
+
+    @override
+    def _release(self, error):
+        self._launched.clear()
+        self.pool.clear()
+        unfinished = [request for request in dict.fromkeys(self.unfinished) if request.finish_reason is None]
+        for request in unfinished:
+            request.reset()
+        self.waiting, self.running = sorted(unfinished, key=_rank), []
+        for array in (self.cache.buffer, self.last):
+            array.delete()  # unless a program that did not return has donated it
 
     def warm_up(self) -> None:
         """Compiles the programs by running them without requests, so that later steps do not compile.
 
         An interrupt does not wait for the compiler.
         """
+        self.check_usable()
         inputs = [self.batches(NOTHING), self.batches(NOTHING, chunks=True)]
         lowered = [self._layers.lower(self.model, self.cache, self.last, *batches) for batches in inputs]
         for batches in inputs:
@@ -234,10 +263,15 @@ class Engine:
             samplers = self._likeliest, self._draw
             lowered += [sample.lower(logits, self.last, Choices.of({}, rows)) for sample in samplers]
         program.compile_all(lowered)
+        self._run_without_requests(inputs)
+
+    @ends_engine
+    def _run_without_requests(self, inputs: Sequence[list[Rows]]) -> None:
         for batches in inputs:
             self.cache, logits = self._layers(self.model, self.cache, self.last, *batches)
             self.warm_up_after(logits)
 
+    @ends_engine
     def warm_up_after(self, logits) -> None:
         """Compiles the programs that follow the layers, given logits without requests."""
         for sample in (self._likeliest, self._draw):
@@ -247,6 +281,7 @@ class Engine:
     # A step consists of the following methods, and of a program between them.  `Lockstep` runs that program for the
     # engines of several devices.
 
+    @ends_engine
     def plan(self) -> Spans | None:
         """The tokens that the next step processes, for which requests have blocks then; None if there are none."""
         for request in list(self.running):
@@ -267,6 +302,7 @@ class Engine:
             rows = [Rows.of(spans.chunks, self.max_chunks, self.chunk, **sizes), *rows]
         return rows
 
+    @ends_engine
     def launched(self, spans: Spans, logits) -> None:
         """Samples the tokens of a step on these tokens, given the logits of its rows, and takes note of it."""
         first = len(logits) - self.max_requests
@@ -279,12 +315,11 @@ class Engine:
             request.cached = end
             request.unread += samples
 
-    def read(self, *, behind: bool) -> list[tuple[Request, int]]:
-        """Reads the tokens of the launched steps, or of all but the last if `behind`; returns the new tokens."""
+    @ends_engine
+    def read(self, *, behind: bool) -> None:
+        """Reads the tokens of the launched steps, or of all but the last if `behind`; they can be taken then."""
         while len(self._launched) > behind:
             self._read()
-        new, self._new = self._new, []
-        return new
 
     def _sample(self, sample, logits, rows: dict[int, Span]) -> jax.Array:
         """Runs a program that chooses the next token of each row, and returns these tokens."""
@@ -366,8 +401,8 @@ class Engine:
                 self.prefix_stats.loaded += loaded
             else:
                 break
-        self.waiting.remove(request)
         insort(self.running, request, key=_rank)
+        self.waiting.remove(request)
         request.place = self._places.pop()
         self.tables.join(request, prefix)
         request.cached = request.filled = prefix.tokens
@@ -396,8 +431,8 @@ class Engine:
             self._read()
         else:
             latest = self.running[-1]
-            self._leave(latest)
             insort(self.waiting, latest, key=_rank)
+            self._leave(latest)
 
     def _make_room(self, request: Request) -> None:
         """Takes the blocks for a running request's next step; preempts the most recent requests if none is free."""

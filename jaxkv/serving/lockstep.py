@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
 
 import jax
 import numpy as np
@@ -53,9 +52,9 @@ class Lockstep:
             for engine, plan, mine in zip(self._engines, plans, logits, strict=True):
                 if plan is not None:
                     engine.launched(plan, mine)
-        # An engine without tokens in this step has nothing to wait for.
-        pairs = zip(self._engines, plans, strict=True)
-        return list(chain.from_iterable(engine.read(behind=plan is not None) for engine, plan in pairs))
+        for engine, plan in zip(self._engines, plans, strict=True):
+            engine.read(behind=plan is not None)  # without tokens in this step, there is nothing to wait for
+        return [token for engine in self._engines for token in engine.take()]
 
     def warm_up(self) -> None:
         """Compiles all programs, so that later steps do not compile."""

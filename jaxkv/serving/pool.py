@@ -13,13 +13,14 @@ class BlockPool:
 
     def __init__(self, num_blocks: int):
         self._references = [0] * num_blocks
-        self._blank = list(range(num_blocks))[::-1]
+        self._blank: list[int] = []
         """Free blocks without a key."""
         self._kept: dict[int, None] = {}
         """Free blocks that can still be found by key.  The one that has been free for longest comes first."""
         self._keys: dict[int, bytes] = {}
         self._blocks: dict[bytes, int] = {}
         """The inverse of `_keys`."""
+        self.clear()
 
     @property
     def num_blocks(self) -> int:
@@ -84,6 +85,14 @@ class BlockPool:
             self._kept[block] = None
         else:
             self._blank.append(block)
+
+    def clear(self) -> None:
+        """Makes all blocks free, without keys."""
+        self._kept.clear()
+        self._keys.clear()
+        self._blocks.clear()
+        self._references[:] = [0] * self.num_blocks
+        self._blank[:] = range(self.num_blocks)[::-1]
 
     def _known(self, block: int) -> int:
         if not 0 <= block < self.num_blocks:

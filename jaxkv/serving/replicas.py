@@ -1,18 +1,19 @@
 """Data parallel serving: one engine per device."""
 
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from itertools import chain
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import override
 
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.parallel.data_expert import DataExpertParallel
+from jaxkv.serving.base import EngineBase, ends_engine
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.lockstep import Lockstep
-from jaxkv.serving.request import Request, uncancelled
+from jaxkv.serving.request import Request
 
 
-class Replicas:
+class Replicas(EngineBase):
     """Serves requests from one cache per device, with the interface of `Engine`.
 
     A request goes to the engine with the fewest pending tokens and stays there; prefixes are shared only on the same
@@ -21,6 +22,8 @@ class Replicas:
 
     If the devices also divide the experts (`DataExpertParallel`), they step together, in one program (`Lockstep`), and
     one process has them all.
+
+    An exception of any kind in a step of one engine ends all of them, as it does for one `Engine`.
 
     Args:
       model: from `jaxkv.models.load`, with `DataParallel` or `DataExpertParallel`.
@@ -31,6 +34,7 @@ class Replicas:
     """
 
     def __init__(self, model: Model, **options):
+        super().__init__()
         if not isinstance(model.parallel, DataParallel):
             found = type(model.parallel).__name__
             raise ValueError(f"`model` has `parallel` {found}: expected DataParallel; for others, use `Engine`")
@@ -41,38 +45,50 @@ class Replicas:
         if isinstance(model.parallel, DataExpertParallel):
             self._lockstep = Lockstep(model, model.parallel, self.engines)
         self._threads = ThreadPoolExecutor(len(self.engines))
-        self._drawn: list[tuple[Request, int]] = []
-        """Tokens of finished steps that have not been returned yet."""
+
+    @property
+    def waiting(self) -> list[Request]:
+        """The waiting requests of all engines."""
+        return [request for engine in self.engines for request in engine.waiting]
+
+    @property
+    @override
+    def unfinished(self):
+        return [request for engine in self.engines for request in engine.unfinished]
 
     def submit(self, prompt: Sequence[int], **options) -> Request:
         """Queues a request; arguments, result and errors are those of `Engine.submit`."""
+        self.check_usable()
         return min(self.engines, key=_load).submit(prompt, **options)
 
     def cancel(self, request: Request) -> None:
-        """Ends a waiting or running request, like `Engine.cancel`.  ValueError if it has already ended."""
-        mine = (engine for engine in self.engines if request in engine.waiting or request in engine.running)
-        next(mine, self.engines[0]).cancel(request)
+        """Ends a waiting or running request; arguments and errors are those of `Engine.cancel`."""
+        self.check_usable()
+        next((engine for engine in self.engines if request in engine.unfinished), self.engines[0]).cancel(request)
 
-    def run(self) -> Iterator[tuple[Request, int]]:
-        """Steps until all requests have ended; yields each new token with its request."""
-        while any(engine.waiting or engine.running for engine in self.engines):
-            yield from uncancelled(self.step())
+    @override
+    def check_usable(self):
+        if self._ended_by is None:
+            for engine in self.engines:
+                if engine._ended_by is not None:  # outside a step, for example while it cancelled a request
+                    self.end(engine._ended_by)
+        super().check_usable()
 
-    def step(self) -> list[tuple[Request, int]]:
-        """Runs one step of every engine; returns the new tokens.
-
-        If an engine raises, the others finish their step first, and the next call returns their tokens.
-        """
+    @override
+    def _step(self):
         if self._lockstep is not None:
-            return list(uncancelled(self._lockstep.step()))
-        steps = [self._threads.submit(engine.step) for engine in self.engines]
-        wait(steps)
-        self._drawn += chain.from_iterable(step.result() for step in steps if step.exception() is None)
-        for step in steps:
-            step.result()  # raises the step's error
-        drawn, self._drawn = self._drawn, []
-        return list(uncancelled(drawn))
+            self._new.extend(self._lockstep.step())
+        else:
+            for step in [self._threads.submit(engine.step) for engine in self.engines]:
+                self._new.extend(step.result())
 
+    @override
+    def _release(self, error):
+        self._threads.shutdown(cancel_futures=True)  # waits for steps that other engines are in
+        for engine in self.engines:
+            engine.end(error)
+
+    @ends_engine
     def warm_up(self) -> None:
         """Compiles all programs, so that later steps do not compile."""
         if self._lockstep is not None:

@@ -2,7 +2,7 @@
 
 import operator
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from jaxkv.models.sampling import Sampling
@@ -84,6 +84,10 @@ class Request:
         is_last = self.length == len(self.prompt) + self.max_tokens
         return 0 if is_last else self.length - self.cached
 
+    def reset(self) -> None:
+        """Forgets what an engine knows of it: its place, its blocks, and the steps that have been launched with it."""
+        self.held, self.cached, self.filled, self.unread, self.place = {}, 0, 0, 0, -1
+
     def append(self, token: int) -> None:
         """Appends the next token; sets `finish_reason` if it is a stop token, or the last of `max_tokens`."""
         self.tokens.append(token)
@@ -117,8 +121,3 @@ def stop_tokens(stop: Collection[int] | None, stated: Collection[int]) -> frozen
             "requests end after `max_tokens`: pass `stop`, which may be empty"
         )
     return frozenset(stated)
-
-
-def uncancelled(drawn: Iterable[tuple[Request, int]]) -> Iterator[tuple[Request, int]]:
-    """Yields the new tokens of a step, except those of requests that are cancelled while the caller iterates."""
-    return ((request, token) for request, token in drawn if request.finish_reason != "cancelled")

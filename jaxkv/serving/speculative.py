@@ -1,9 +1,9 @@
 """`SpeculativeEngine`: continuous batching with drafts by the model's MTP layer."""
 
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling, sample
 from jaxkv.models.speculative import draft, verify
+from jaxkv.serving.base import EngineBase, ends_engine
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.request import Held, Request, stop_tokens, token_ids
 from jaxkv.serving.table import tables_of
@@ -43,7 +44,7 @@ class AcceptanceStats:
         return 1 + self.accepted / max(self.steps, 1)
 
 
-class SpeculativeEngine:
+class SpeculativeEngine(EngineBase):
     """Serves requests from one cache, with several new tokens per step if drafts of the MTP layer are right.
 
     Every step prefills a chunk of one prompt.  For every request whose prompt is complete, it also verifies the drafts
@@ -51,13 +52,14 @@ class SpeculativeEngine:
     of `Engine`, up to rounding, whatever its `Sampling`.
 
     A request reserves the blocks of all its tokens when it joins, so that none is preempted; the others wait.  Prefixes
-    are not reused, and requests cannot be cancelled.
+    are not reused, and requests cannot be cancelled.  As with `Engine`, an exception of any kind in a step ends the
+    engine.
 
     Args:
       model: from `jaxkv.models.load` with `mtp`.
       num_blocks: blocks of the cache, shared by all requests.
       num_speculative_tokens: drafts per step.  The MTP layer is trained for one; further drafts use its own output.
-      block_size: tokens per block.
+      block_size: tokens per block; default the model's `usual_block_size`.
       order: order of the cache's axes.
       max_requests: requests that run at once.
       chunk: prompt tokens per step.
@@ -72,17 +74,19 @@ class SpeculativeEngine:
         *,
         num_blocks: int,
         num_speculative_tokens: int = 1,
-        block_size: int = 64,
+        block_size: int | None = None,
         order: str = "BLNHC",
         max_requests: int = 32,
         chunk: int = 256,
     ):
+        super().__init__()
         if "mtp" not in model.params:
             raise ValueError("`model` has no layer of multi-token prediction: load it with `mtp=True`")
         if isinstance(model.parallel, DataParallel):
             raise ValueError("`model` is data parallel, with requests of its own on each device: expected another one")
         self.model = model
         self.num_speculative_tokens = positive_int("num_speculative_tokens", num_speculative_tokens)
+        block_size = model.usual_block_size if block_size is None else block_size
         self.block_size = positive_int("block_size", block_size)
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
@@ -94,7 +98,12 @@ class SpeculativeEngine:
         self.cache = jax.device_put(cache, cache.buffer.sharding)
         self.pool = BlockPool(num_blocks)
         self.acceptance = AcceptanceStats()
-        longest = self._entries(model.config.max_position_embeddings, 0)
+        longest, least = self._entries(model.config.max_position_embeddings, 0), self._entries(1, 1)
+        if num_blocks * block_size < least:
+            raise ValueError(
+                f"`num_blocks` is {num_blocks}, of {block_size} tokens: expected at least {-(-least // block_size)}, "
+                f"because a token with its drafts takes {least} entries"
+            )
         self.table_blocks = min(num_blocks, -(-longest // block_size))
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
@@ -116,18 +125,21 @@ class SpeculativeEngine:
         """Queues a request; the arguments and the result are those of `Engine.submit`.
 
         Raises:
+          RuntimeError: an exception has ended the engine.
           TypeError: a token id (of `prompt`, `stop`) is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens` and the
             drafts after them, it would exceed the cache or the model's `max_position_embeddings`.
         """
+        self.check_usable()
         vocabulary, prompt = self.model.config.vocab_size, token_ids("prompt", prompt)
         if not prompt or not all(0 <= token < vocabulary for token in prompt):
             raise ValueError(f"`prompt` is {prompt!r}: expected one or more token ids from 0 to {vocabulary - 1}")
         entries = self._entries(len(prompt), positive_int("max_tokens", max_tokens))
         if entries > (table := self.table_blocks * self.block_size):
+            limit = "num_blocks" if self.table_blocks == self.pool.num_blocks else "max_position_embeddings"
             raise ValueError(
                 f"`prompt` has {len(prompt)} tokens and `max_tokens` is {max_tokens}, {entries} entries with those of "
-                f"drafts: a request's table holds {table}; shorten them, or make the engine with more blocks"
+                f"drafts: because of `{limit}`, a request's table holds {table}; shorten them"
             )
         if not isinstance(sampling, Sampling):
             raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
@@ -135,19 +147,27 @@ class SpeculativeEngine:
         self.waiting.append(request)
         return request
 
-    def run(self) -> Iterator[tuple[Request, int]]:
-        """Steps until all requests have ended; yields each new token with its request."""
-        while self.waiting or self.running:
-            yield from self.step()
+    @property
+    @override
+    def unfinished(self):
+        return [*self.running, *self.waiting]
 
-    def step(self) -> list[tuple[Request, int]]:
-        """Runs one step and returns the new tokens with their requests.
-
-        If the logits of a request are NaN, it ends with `finish_reason` "nan" and no further token.
-        """
+    @override
+    def _step(self):
         self._admit()
-        return [*self._prefill_next(), *self._verify_ready()]
+        self._prefill_next()
+        self._verify_ready()
 
+    @override
+    def _release(self, error):
+        self.pool.clear()
+        unfinished = [request for request in dict.fromkeys(self.unfinished) if request.finish_reason is None]
+        for request in unfinished:
+            request.reset()
+        self.waiting, self.running, self._drafts = deque(unfinished), [], {}
+        self.cache.buffer.delete()  # unless a program that did not return has donated it
+
+    @ends_engine
     def warm_up(self) -> None:
         """Compiles the programs by running them without requests, so that later steps do not compile."""
         self.cache, *_ = self._prefill(self.model, self.cache, self._inputs([], 1, self.chunk))
@@ -164,48 +184,45 @@ class SpeculativeEngine:
             if blocks > self.pool.num_free:
                 return
             request.held[""] = Held([self.pool.take() for _ in range(blocks)])
-            self.running.append(self.waiting.popleft())
+            self.running.append(request)
+            self.waiting.popleft()
 
-    def _prefill_next(self) -> list[tuple[Request, int]]:
+    def _prefill_next(self) -> None:
         request = next((request for request in self.running if request not in self._drafts), None)
         if request is None:
-            return []
+            return
         end = request.cached + min(self.chunk, request.missing)
         new, following = request.tokens[request.cached : end], request.tokens[end : end + 1]
         inputs = self._inputs([(request, new, following)], 1, self.chunk)
         self.cache, drawn, drafts = self._prefill(self.model, self.cache, inputs)
         request.cached = end
-        if request.missing:
-            return []
-        self._drafts[request] = np.asarray(drafts)[0].tolist()
-        return self._append(request, np.asarray(drawn).tolist())
+        if not request.missing:
+            self._drafts[request] = np.asarray(drafts)[0].tolist()
+            self._append(request, np.asarray(drawn).tolist())
 
-    def _verify_ready(self) -> list[tuple[Request, int]]:
+    def _verify_ready(self) -> None:
         ready = [request for request in self.running if request in self._drafts]
         if not ready:
-            return []
+            return
         inputs = self._verify_inputs(ready)
         self.cache, *found = self._verify(self.model, self.cache, inputs)
         tokens, counts, drafts = (array.tolist() for array in jax.device_get(found))
-        new = []
         for request, row, accepted, following in zip(ready, tokens, counts, drafts, strict=False):
             self.acceptance.steps += 1
             self.acceptance.drafted += self.num_speculative_tokens
             self.acceptance.accepted += accepted
             request.cached += accepted + 1
             self._drafts[request] = following
-            new += self._append(request, row[: accepted + 1])
-        return new
+            self._append(request, row[: accepted + 1])
 
-    def _append(self, request: Request, tokens: list[int]) -> list[tuple[Request, int]]:
-        """Appends tokens until the request ends, which a negative token also causes; returns those appended."""
-        new = []
+    def _append(self, request: Request, tokens: list[int]) -> None:
+        """Appends tokens until the request ends, which a negative token also causes."""
         for token in tokens:
             if token < 0:
                 request.finish_reason = "nan"
             else:
                 request.append(token)
-                new.append((request, token))
+                self._new.append((request, token))
             if request.finish_reason:
                 self.running.remove(request)
                 del self._drafts[request]
@@ -213,7 +230,6 @@ class SpeculativeEngine:
                     self.pool.release(block)
                 request.held[""], request.cached = Held(), 0
                 break
-        return new
 
     def _verify_inputs(self, ready: list[Request]) -> "_Inputs":
         todo = [(request, [request.tokens[-1], *self._drafts[request]], []) for request in ready]

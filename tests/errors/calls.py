@@ -99,6 +99,10 @@ def call(operation, given, changes):
     return operation(**positional, **{name: changes[name] for name in unknown})
 
 
+def ones(*shape):
+    return jnp.ones(shape, jnp.float32)
+
+
 def write_mla(a, **changes):
     return call(jaxkv.write_mla, dict(cache=a.mla, kv_c=a.kv_c, k_pe=a.k_pe, slot_mapping=a.slots, layer=0), changes)
 
@@ -131,8 +135,7 @@ def decode_kv(a, **changes):
 
 
 def prefill_mla(a, **changes):
-    given = dict(q_nope=jnp.ones((2, 5, 3, 6)), q_pe=jnp.ones((2, 5, 3, 4)))
-    given |= dict(w_uk=jnp.ones((3, 6, 8)), w_uv=jnp.ones((3, 7, 8)))
+    given = dict(q_nope=ones(2, 5, 3, 6), q_pe=ones(2, 5, 3, 4), w_uk=ones(3, 6, 8), w_uv=ones(3, 7, 8))
     given |= dict(cache=a.mla, block_tables=a.tables, seq_lens=a.lengths)
     return call(jaxkv.prefill_mla, dict(**given, layer=0, scale=0.1), changes)
 

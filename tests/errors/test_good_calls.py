@@ -24,6 +24,28 @@ def test_numpy_arrays_are_arrays(operation):
         assert_same_bits(x, y)
 
 
+def strictly(run, operation):
+    """Without promotion of ranks and dtypes, and with 64-bit numbers by default: tables and slots are int64."""
+    a = arrays()
+    right = run(operation, a)
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        found = run(operation, jax.tree.map(lambda x: x.astype(jnp.int64) if x.dtype == jnp.int32 else x, a))
+    return zip(jax.tree.leaves(found), jax.tree.leaves(right), strict=True)
+
+
+@every_operation
+def test_strict_programs_may_call(operation):
+    for found, right in strictly(jax.eval_shape, operation):
+        assert (found.shape, found.dtype) == (right.shape, right.dtype)
+
+
+@pytest.mark.slow
+@every_operation
+def test_strict_programs_get_the_same_numbers(operation):
+    for found, right in strictly(lambda operation, a: operation(a), operation):
+        assert_same_bits(found, right)
+
+
 @pytest.mark.parametrize("dtype", ["int8", "int16", "int64", "uint8", "uint16", "uint32", "uint64"])
 def test_slots_of_any_integer_dtype_are_taken(dtype):
     a = arrays()

@@ -215,9 +215,9 @@ def test_requests_join_at_very_different_steps(family):
 
 @families
 def test_strict_programs_may_run_every_model(family):
-    """A program may disable promotion of ranks and dtypes; models then still run."""
+    """A program may disable promotion of ranks and dtypes, and enable x64; models then still run."""
     config = jaxkv.models.ModelConfig.read(FOLDER / family)
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         model = jax.eval_shape(partial(jaxkv.models.random_model, config, dtype="bfloat16"))
         cache = jax.eval_shape(lambda: model.cache(4, BLOCK_SIZE))
         new, requests, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 7), (2,), (2, 3)))

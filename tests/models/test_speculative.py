@@ -1,6 +1,7 @@
 """Drafts of the MTP layer: equal to a NumPy oracle; tokens with drafts are those without, and so is their law."""
 
 import json
+from collections import Counter
 from functools import cache, partial
 
 import jax
@@ -184,6 +185,38 @@ def test_accepted_drafts_leave_the_tokens_as_they_are(samplings):
     assert 3 * 39 <= new <= 3 * (39 + 2)
 
 
+def test_no_token_follows_a_stop_token_or_the_last_in_the_middle_of_drafts(monkeypatch):
+    """Every token as the stop token, and every number of tokens: some come before the last accepted draft of a step."""
+    model = predictable()
+    prompts = [[3, 1, 4, 1, 5], [9]]
+    engine = serving.SpeculativeEngine(model, num_speculative_tokens=2, **SIZES)
+    truth = generate(engine, prompts, 40)
+    first = {tuple(tokens): [n for n, token in enumerate(tokens) if token not in tokens[:n]] for tokens in truth}
+    cases = [(tokens, end, 40) for tokens in truth for end in first[tuple(tokens)]]
+    cases += [(tokens, None, most) for tokens in truth for most in range(1, 8)]
+    cases += [(tokens, end, end + most) for tokens in truth for end in first[tuple(tokens)][1:6] for most in (0, 1, 2)]
+    dropped, append = Counter(), engine._append
+
+    def counted(request, tokens):
+        before = len(request.generated)
+        append(request, tokens)
+        dropped[request.finish_reason] += len(tokens) - (len(request.generated) - before)
+
+    monkeypatch.setattr(engine, "_append", counted)
+    held = [
+        engine.submit(prompts[truth.index(tokens)], max_tokens=most, stop=() if end is None else (tokens[end],))
+        for tokens, end, most in cases
+    ]
+    stream = list(engine.run())
+    for request, (tokens, end, most) in zip(held, cases, strict=True):
+        stops = end is not None and end < most
+        assert request.generated == (tokens[: end + 1] if stops else tokens[:most])
+        assert request.finish_reason == ("stop" if stops else "length")
+        assert [token for owner, token in stream if owner is request] == request.generated
+    assert engine.pool.num_free == engine.pool.num_blocks
+    assert min(dropped["stop"], dropped["length"]) > 0, dropped
+
+
 def test_a_stop_token_or_nan_ends_the_request():
     model = predictable()
     engine = serving.SpeculativeEngine(model, num_speculative_tokens=2, **SIZES)
@@ -247,6 +280,12 @@ def test_an_mtp_layer_that_is_not_there_or_differs_is_rejected(checkpoint, tmp_p
     model = models.load(FOLDER)
     with pytest.raises(ValueError, match="no layer of multi-token prediction"):
         serving.SpeculativeEngine(model, num_blocks=4)
+    few = {**SIZES, "num_blocks": 1, "num_speculative_tokens": 9}
+    with pytest.raises(ValueError, match="`num_blocks` is 1, of 16 tokens: expected at least 2, because a token with"):
+        serving.SpeculativeEngine(predictable(), **few)
+    small = serving.SpeculativeEngine(predictable(), **{**SIZES, "num_blocks": 2})
+    with pytest.raises(ValueError, match=r"34 entries with .* because of `num_blocks`, a request's table holds 32"):
+        small.submit([1], max_tokens=33)
     folder, weights = with_mtp(tmp_path)
     name = f"{LAYER}embed_tokens.weight"
     safetensors.numpy.save_file({**weights, name: weights[name] + 1}, folder / "model.safetensors")
@@ -262,7 +301,7 @@ def test_an_mtp_layer_that_is_not_there_or_differs_is_rejected(checkpoint, tmp_p
 def test_strict_programs_may_draft_and_verify(name):
     """At published sizes, with V3.2's indexer keys in the MTP layer's part of the cache, too."""
     config = models.ModelConfig.from_json(PUBLISHED[name])
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+    with jax.enable_x64(True), jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
         model = jax.eval_shape(partial(models.random_model, config, mtp=True))
         cache = jax.eval_shape(lambda: model.cache(4))
         new, slots, lengths, tables = (jax.ShapeDtypeStruct(n, jnp.int32) for n in ((2, 3), (2, 4), (2,), (2, 2)))

@@ -275,6 +275,19 @@ class TestServing:
         assert second.generated == right[2][:6]
         assert cancelled.finish_reason == "cancelled"
         assert served.step() == []  # nothing is left
+        # What one engine raises ends all of them: one program steps them, and donates all caches.
+        waiting = [served.submit(prompts[i], max_tokens=4, stop=()) for i in (1, 2, 0)]
+        served.step()
+        served.engines[1].launched = None
+        with pytest.raises(TypeError):
+            served.step()
+        assert sorted(map(id, served.waiting)) == sorted(map(id, waiting))
+        for engine in served.engines:
+            assert engine.pool.num_free == engine.pool.num_blocks
+            with pytest.raises(RuntimeError, match="this engine has ended, because a step raised TypeError"):
+                engine.step()
+        with pytest.raises(RuntimeError, match="this engine has ended"):
+            served.run()
 
 
 @pytest.mark.slow  # the MTP layer is a decoder layer like others

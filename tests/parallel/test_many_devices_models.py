@@ -1,5 +1,6 @@
 """Models and the engine on several devices: the tokens are Hugging Face's, whatever the devices divide."""
 
+import threading
 from dataclasses import replace
 from functools import cache, partial
 
@@ -119,19 +120,59 @@ def test_replicas():
     assert requests[1] not in [request for request, _ in stream]
 
 
-def test_where_a_replica_raises_the_others_keep_their_tokens(monkeypatch):
+def test_the_default_block_size_is_divided_evenly():
+    described = replace(load(SMALL), parallel=context(3, interleave=2))
+    assert described.usual_block_size == 192
+    assert described.layout(4).block_size == 64
+
+
+def test_where_a_replica_raises_all_end(monkeypatch):
+    """The others finish their step first, so that they do not change while their blocks are released."""
     served = serving.Replicas(
         load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
     )
-    requests = [served.submit([3, 1, 4], max_tokens=3) for _ in range(2)]
+    prompts = [prompt[:20] for prompt, _ in recorded(SMALL)[1:3]]
+    requests = [served.submit(prompt, max_tokens=3) for prompt in prompts]
+    served.step()
     broken, healthy = served.engines
-    with monkeypatch.context() as patch:
-        patch.setattr(broken, "step", lambda: 1 / 0)
-        with pytest.raises(ZeroDivisionError):
-            served.step()
-    assert [len(engine.running) for engine in (broken, healthy)] == [0, 1]
-    stream = list(served.run())
-    assert [len([token for owner, token in stream if owner is request]) for request in requests] == [3, 3]
+    release, steps = threading.Event(), []
+
+    def slow(spans, *, batches=healthy.batches):
+        assert release.wait(20)
+        steps.append(spans)
+        return batches(spans)
+
+    def failing(*, behind):
+        release.set()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(healthy, "batches", slow)
+    monkeypatch.setattr(broken, "read", failing)
+    with pytest.raises(ZeroDivisionError) as raised:
+        served.step()
+    assert steps
+    assert served.waiting == requests
+    for engine in served.engines:
+        assert engine.pool.num_free == 20
+        assert not engine.running
+    calls = served.step, served.run, served.warm_up, lambda: served.submit([1]), lambda: served.cancel(requests[0])
+    for call in (*calls, healthy.step, broken.run):
+        with pytest.raises(
+            RuntimeError, match="this engine has ended, because a step raised ZeroDivisionError"
+        ) as found:
+            call()
+        assert found.value.__cause__ is raised.value
+
+
+def test_a_replica_that_ends_outside_a_step_ends_all():
+    served = serving.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
+    request = served.submit([3, 1, 4])
+    served.engines[1].end(KeyboardInterrupt())
+    with pytest.raises(RuntimeError, match="this engine has ended, because a step raised KeyboardInterrupt"):
+        served.submit([3, 1, 4])
+    assert served.waiting == [request]
+    with pytest.raises(RuntimeError, match="this engine has ended"):
+        served.engines[0].step()
 
 
 def step(model, cache, prompts, blocks, columns=64):

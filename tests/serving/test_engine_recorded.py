@@ -74,17 +74,29 @@ def test_all_lengths_at_once_in_chunks_of_seven(order, one_trace):
         assert request.generated == recorded("deepseek_v3", n)[1]
 
 
-@pytest.mark.parametrize("family", ["deepseek_v32", "llama"])
+DISTINCT = {"deepseek_v32", "deepseek_v4", "gpt_oss", "kimi_linear", "llama", "longcat_flash", "qwen3_next"}
+"""Families whose layers differ most."""
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name in DISTINCT else slow(name)
+        for name in sorted(path.parent.name for path in FOLDER.glob("*/truth.npz"))
+    ],
+)
 def test_strict_programs_may_run_the_engine(family):
+    """No promotion of ranks and dtypes, 64-bit numbers by default, and no NaN: the tokens are the recorded ones."""
     prompt, follows = recorded(family, 1)
-    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
-        strict = models.load(FOLDER / family)
-        served = Engine(strict, num_blocks=8, block_size=16, max_requests=2, chunk=64, max_chunks=2)
-        requests = [served.submit(prompt, max_tokens=3, sampling=models.Sampling(t)) for t in (0.0, 0.7)]
+    strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
+    with strict[0], strict[1], jax.enable_x64(True), jax.debug_nans(True):
+        loaded = models.load(FOLDER / family)
+        served = Engine(loaded, num_blocks=40, max_requests=2, chunk=64, max_chunks=1)
+        requests = [served.submit(prompt, max_tokens=2, sampling=models.Sampling(t)) for t in (0.0, 0.7)]
         list(served.run())
-        assert models.fingerprint(strict) == models.fingerprint(model(family))
-    assert requests[0].generated == follows[:3]
-    assert len(requests[1].generated) == 3
+        assert models.fingerprint(loaded) == models.fingerprint(model(family))
+    assert requests[0].generated == follows[:2]
+    assert len(requests[1].generated) == 2
 
 
 @pytest.mark.parametrize("chunks", [True, False])

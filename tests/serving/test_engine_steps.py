@@ -294,3 +294,20 @@ def test_random_walks_of_priorities_stops_and_cancellations(seed):
         if request.finish_reason == "cancelled":
             expected = expected[: len(request.generated)]
         assert request.generated == expected
+
+
+def test_a_loop_that_is_left_loses_no_token():
+    """The tokens of a step that `run` has not yielded yet are the next ones of `run`, or the first of `step`."""
+    served = engine()
+    requests = [served.submit(prompt(length), max_tokens=4) for length in (9, 10, 3)]
+    stream = []
+    for _ in range(5):
+        for drawn in served.run():
+            stream.append(drawn)
+            break
+    stream += served.step()
+    stream += served.run()
+    assert not served.unfinished
+    for request in requests:
+        assert request.generated == right(request.prompt, 4)
+        assert [token for owner, token in stream if owner is request] == request.generated

@@ -310,3 +310,12 @@ def test_after_the_warm_up_nothing_is_compiled():
     finally:
         jax.monitoring.unregister_event_duration_listener(listener)
     assert names == []
+
+
+def test_a_prompt_that_is_cached_to_its_last_token():
+    """That token is computed again: it counts once, and blocks that expired before it are not needed."""
+    served = engine(num_blocks=64)
+    for _ in range(2):
+        for length in (8, 9, 16, 17, 32, 33, 40):
+            found = serve(served, prompt(40)[:length], count=3)
+    assert found == 32

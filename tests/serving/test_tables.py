@@ -1,12 +1,20 @@
 """Which blocks of a table requests need, and the tables that engines support."""
 
+from dataclasses import replace
+from functools import partial
+
+import jax
 import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.serving import SpeculativeEngine
+from jaxkv import models
+from jaxkv.serving import Engine, SpeculativeEngine
 from jaxkv.serving.table import TableKind, capacity, tables_of
+from models.checkpoints.published import PUBLISHED
+from models.compressed.test_deepseek_v4 import FLASH
 from support import toy_hybrid
+from support.recorded import FOLDER, model
 
 ENTRY = jaxkv.MLAEntry("bf16", latent=16, rope=8)
 STATE = jaxkv.StateEntry({"sum": ((4,), "float32")})
@@ -114,3 +122,42 @@ def test_engines_that_do_not_support_several_tables():
     model = toy_hybrid.HybridModel({**toy_hybrid.random_params(), "mtp": {}})
     with pytest.raises(ValueError, match="`model` has several block tables, windows or states: expected `Engine`"):
         SpeculativeEngine(model, num_blocks=8, block_size=8)
+
+
+@pytest.mark.parametrize("values", [*PUBLISHED.values(), FLASH], ids=[*PUBLISHED, "DeepSeek-V4-Flash"])
+def test_the_default_block_size_suits_published_models(values):
+    described = models.Model({}, models.ModelConfig.from_json(values), "bf16")
+    size = described.usual_block_size
+    assert size % 64 == 0
+    first, *_ = tables_of(described.layout(4), size)
+    assert first.block_size == size
+    assert described.layout(4) == described.layout(4, size)
+
+
+def test_the_default_block_size_of_engines():
+    config = models.ModelConfig.read(FOLDER / "deepseek_v4")
+    described = jax.eval_shape(partial(models.random_model, config))
+    assert Engine(described, num_blocks=8).block_size == 64
+    config = replace(config, attention=replace(config.attention, hca_rate=128))  # that of published models
+    described = jax.eval_shape(partial(models.random_model, config))
+    with pytest.raises(ValueError, match="64"):
+        Engine(described, num_blocks=8, block_size=64)
+    assert Engine(described, num_blocks=8).block_size == 128
+    config = replace(models.ModelConfig.read(FOLDER / "deepseek_v3"), num_nextn_predict_layers=1)
+    described = jax.eval_shape(partial(models.random_model, config, mtp=True))
+    assert SpeculativeEngine(described, num_blocks=8).block_size == 64
+
+
+def test_too_few_blocks_are_rejected_by_name():
+    """A request has a block of every table at least; the argument to change is the one that is too small."""
+    with pytest.raises(ValueError, match=r"`num_blocks` is 3: expected at least 4, .* '', 'window', 'csa_rows', 'hca_"):
+        Engine(model("deepseek_v4"), num_blocks=3)
+    with pytest.raises(ValueError, match=r"`num_blocks` is 1: expected at least 2, .* '', 'state'"):
+        Engine(model("kimi_linear"), num_blocks=1)
+    fewest = Engine(model("deepseek_v4"), num_blocks=4)
+    assert fewest.submit([1], max_tokens=1) in fewest.waiting
+    many = {"num_blocks": 8, "block_size": 16}
+    with pytest.raises(ValueError, match=r"table holds 128 and the cache 128; .* a larger `num_blocks`"):
+        Engine(model("llama"), **many).submit([1], max_tokens=129)
+    with pytest.raises(ValueError, match=r"table holds 32 and the cache 128; .* a larger `max_len`"):
+        Engine(model("llama"), **many, max_len=20).submit([1], max_tokens=33)

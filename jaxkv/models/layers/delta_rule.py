@@ -23,7 +23,7 @@ per chunk.
 All arithmetic is in float32.
 """
 
-from functools import reduce
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
@@ -52,9 +52,7 @@ def convolve(x, state, weight, count) -> tuple[jax.Array, jax.Array]:
     (_, q_len, _), width = x.shape, weight.shape[-1]
     x, weight = jnp.pad(x.astype(jnp.float32), ((0, 0), (width - 1, 0), (0, 0))), weight.astype(jnp.float32)
     # The state lies before the first new token of each row.
-    x = jax.vmap(lambda row, earlier, first: lax.dynamic_update_slice(row, earlier, (first, 0)))(
-        x, state, q_len - count
-    )
+    x = jax.vmap(partial(lax.dynamic_update_slice_in_dim, axis=0))(x, state, q_len - count)
     taps = [x[:, i : i + q_len] * with_rank(weight[:, i], 3) for i in range(width)]
     return reduce(jnp.add, taps), x[:, q_len:]
 
@@ -109,7 +107,7 @@ def chunked(q, k, v, decay, rate, state) -> tuple[jax.Array, jax.Array]:
 
     # The state after a chunk is kept S + added.  Only this is computed chunk by chunk.
     rest = k * decays.after
-    kept = jnp.expand_dims(jnp.eye(k.shape[-1]), (0, 1, 2)) * decays.before[..., -1:, :]
+    kept = jnp.expand_dims(jnp.eye(k.shape[-1], dtype=k.dtype), (0, 1, 2)) * decays.before[..., -1:, :]
     kept = kept - product("bnhik,bnhil->bnhkl", rest, keys)
     added = product("bnhik,bnhiv->bnhkv", rest, values)
 

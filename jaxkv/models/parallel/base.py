@@ -55,6 +55,11 @@ class Parallel(ABC):
         """How many of the model's `heads` one device has."""
         return heads
 
+    @property
+    def block_unit(self) -> int:
+        """The size of blocks must be a multiple of this number of tokens."""
+        return 1
+
     def device_block_size(self, block_size: int) -> int:
         """How many tokens of a block of `block_size` tokens one device holds."""
         return block_size

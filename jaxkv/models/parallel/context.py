@@ -39,16 +39,19 @@ class ContextParallel(OnMesh):
         super().__post_init__()
         positive_int("interleave", self.interleave)
 
+    @property
+    @override
+    def block_unit(self):
+        return self.num_devices * self.interleave
+
     @override
     def device_block_size(self, block_size):
-        positive_int("block_size", block_size)
-        share, rest = divmod(block_size, self.num_devices)
-        if rest or share % self.interleave:
+        if positive_int("block_size", block_size) % self.block_unit:
             raise ValueError(
                 f"`block_size` is {block_size}: expected a multiple of {self.num_devices} devices x interleave "
                 f"{self.interleave}, so that every block is divided evenly"
             )
-        return share
+        return block_size // self.num_devices
 
     @override
     def slots(self, slots, layout):
