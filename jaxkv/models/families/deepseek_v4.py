@@ -108,7 +108,7 @@ def _ropes(fields: JsonObject, rotary: int) -> tuple[Rope, Rope]:
     transformers writes one object with both; published files have `rope_theta`, `compress_rope_theta` and
     `rope_scaling`, which applies to layers with compressed entries only.
     """
-    scalings, theta = {"yarn": rope.yarn}, fields.number("rope_theta", above=1)
+    scalings, theta = {"yarn": _yarn}, fields.number("rope_theta", above=1)
     compressed_theta = fields.number("compress_rope_theta", above=1)
     found = []
     values = fields.child("rope_parameters") if "rope_parameters" in fields else None
@@ -128,6 +128,12 @@ def _ropes(fields: JsonObject, rotary: int) -> tuple[Rope, Rope]:
         else:
             found.append(Rope(expected, True, None))
     return found[0], found[1]
+
+
+def _yarn(values: JsonObject) -> Yarn:
+    """Bounds are always rounded: DeepSeek's code has no `truncate`, and transformers 5.24 does not read it here."""
+    values.choice("truncate", True, default=True)
+    return rope.yarn(values)
 
 
 def _read_experts(fields: JsonObject) -> Experts:

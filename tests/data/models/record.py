@@ -70,7 +70,7 @@ class Margins(TorchDispatchMode):
 def margin(scores: torch.Tensor, k: int) -> float:
     """The smallest gap between the k-th and the next score of a row, relative to the row's largest magnitude."""
     best = scores.sort(dim=-1, descending=True).values[..., k - 1 : k + 1]
-    largest = scores.masked_fill(scores < MASKED, 0).abs().amax(-1)
+    largest = scores.masked_fill(scores < MASKED, 0).abs().amax(-1).clamp_min(1e-30)  # all may be 0: unclear, not NaN
     gaps = (best[..., 0] - best[..., 1]) / largest
     return gaps.masked_fill(best[..., 1] < MASKED, float("inf")).min().item()  # none was rejected: clear
 

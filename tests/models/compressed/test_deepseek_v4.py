@@ -281,6 +281,17 @@ class TestConfiguration:
     def test_unsupported_configurations_are_rejected(self, tmp_path, values, words):
         rejects(changed("deepseek_v4", tmp_path, **values), "config.json", *words)
 
+    def test_bounds_of_yarn_are_rounded(self, tmp_path):
+        """transformers rounds them whatever the nested object says, and DeepSeek's own code has no such key."""
+        rope = json.loads((FOLDER / "config.json").read_text())["rope_parameters"]
+        for value in (True, False):
+            rope["compress"]["truncate"] = value
+            folder = changed("deepseek_v4", tmp_path, rope_parameters=rope)
+            if value:
+                assert models.ModelConfig.read(folder) == models.ModelConfig.read(FOLDER)
+            else:
+                rejects(folder, "config.json", "`rope_parameters.compress.truncate` is False: expected True")
+
     def test_other_layers_than_the_published_ratios_are_rejected(self):
         with pytest.raises(ValueError, match=r"`compress_ratios` is .*: expected 0, 4 or 128 for each of 43 layers"):
             models.ModelConfig.from_json({**FLASH, "compress_ratios": [16] * 43})
