@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     seeds = "seed of the first prompt (0); each further prompt has the next seed"
     parser.add_argument("--seed", type=seed, default=0, help=seeds)
     parser.add_argument("--ignore-eos", action="store_true", help="continue after the checkpoint's end-of-text tokens")
-    blocks = "blocks of 64 tokens, or 128 for DeepSeek-V4, in the cache (256)"
+    blocks = "blocks in the cache (256), usually of 64 tokens"
     parser.add_argument("--blocks", type=positive, default=256, help=blocks)
     drafts = "draft so many tokens per step with the checkpoint's layer of multi-token prediction, and verify them"
     parser.add_argument("--num-speculative-tokens", type=positive, metavar="K", help=drafts)
@@ -88,6 +88,10 @@ def run(args: argparse.Namespace) -> int:
     if calibrating is not None:
         model = models.calibrate(model, calibrating)
         notice(f"scales of entries found with {len(calibrating)} prompts of {args.calibrate}")
+    if args.blocks < (least := len(model.tables)):
+        raise ValueError(
+            f"--blocks is {args.blocks}: expected at least {least}, one for each of the model's block tables"
+        )
     cache = nbytes(jax.eval_shape(lambda: model.cache(args.blocks)))
     require_memory(f"--blocks {args.blocks}, beside the weights", nbytes(model.params) + cache)
     sizes = {"num_blocks": args.blocks, "max_requests": min(len(prompts), MOST_ROWS)}

@@ -209,15 +209,17 @@ class HostPool:
                     if cache is not given:
                         jax.block_until_ready(cache.buffer)  # the previous portion has left host memory
                     places = self._places(waiting, cache.buffer.sharding)
+                    cache = self._moved(cache, places, targets)
+                    self._chunks.use(keys)
+                    for key in places:
+                        del waiting[key], self._moving[key]
+                    del places  # its references would keep chunks in host memory
+                except LoadFailed:
+                    raise
                 except Exception as error:
                     if cache is given:
                         raise  # as it was
                     raise LoadFailed(f"a load of {len(keys)} blocks stopped half-way: {error}", cache) from error
-                cache = self._moved(cache, places, targets)
-                self._chunks.use(keys)
-                for key in places:
-                    del waiting[key], self._moving[key]
-                del places  # its references would keep chunks in host memory
         self.stats.loaded += len(keys)
         self.stats.loaded_bytes += len(keys) * self.block_nbytes
         return cache

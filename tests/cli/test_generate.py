@@ -399,3 +399,10 @@ def test_invalid_options_are_rejected_before_anything_runs(arguments, message, c
     with pytest.raises(SystemExit):
         generate(*arguments, model="nowhere")
     assert message in capsys.readouterr().err
+
+
+def test_too_few_blocks_for_the_tables_of_a_model_are_reported():
+    with pytest.raises(
+        SystemExit, match="--blocks is 3: expected at least 4, one for each of the model's block tables"
+    ):
+        generate("--ids", "1", "--blocks", "3", model=FOLDER.with_name("deepseek_v4"))

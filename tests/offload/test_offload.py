@@ -359,6 +359,17 @@ class TestFailures:
         assert_same_bits(blocks_of(cache, untouched), before[untouched])
         assert_same_bits(blocks_of(pool.load(cache, range(8, 13), names(5)), range(8, 13)), before[:5])
 
+    def test_a_load_that_stops_after_its_last_transfer_gives_the_cache_back(self, monkeypatch):
+        cache, before = filled(LAYOUT)
+        pool = offload.HostPool(LAYOUT, 8)
+        pool.store(cache, range(5), names(5))
+        with monkeypatch.context() as patch:
+            patch.setattr(pool._chunks, "use", lambda keys: 1 / 0)
+            with pytest.raises(offload.LoadFailed, match="a load of 5 blocks stopped half-way: division") as failed:
+                pool.load(cache, range(8, 13), names(5))
+        assert_same_bits(blocks_of(failed.value.cache, range(8)), before[:8])
+        assert_same_bits(blocks_of(pool.load(failed.value.cache, range(8, 13), names(5)), range(8, 13)), before[:5])
+
     def test_memory_that_cannot_be_pinned_is_reported(self, monkeypatch):
         def full(array, sharding):
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")

@@ -8,6 +8,7 @@ import time
 import weakref
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -87,6 +88,36 @@ class TestBehindTheHost:
         # Beside the chunk that is being read.
         assert most[0] <= room - chunk + chunk * held
         assert not host._holds or held
+
+    def test_what_is_loaded_is_what_was_stored(self, tmp_path):
+        """While blocks are overwritten as soon as they are stored, evicted, written to disk and read back."""
+        rng, (cache, rows) = np.random.default_rng(1), filled(LAYOUT)
+        contents = np.broadcast_to(np.arange(26, dtype=rows.dtype)[:, None], (26, rows.shape[1]))
+        host = offload.HostPool(LAYOUT, 5, disk=reopened(tmp_path, num_blocks=7))
+        held, write = {}, jax.jit(jaxkv.write_blocks, donate_argnums=0)
+        keys, loads = names(25), 0
+        for _ in range(100):
+            blocks, numbers = rng.permutation(16)[:4].astype(np.int32), rng.permutation(25)[:4]
+            cache = write(cache, blocks, contents[numbers])
+            host.store(cache, blocks, [keys[number] for number in numbers])
+            cache = write(cache, blocks, contents[[25] * 4])
+            held |= dict.fromkeys(blocks.tolist(), 25)
+            wanted = [number for number in rng.permutation(25).tolist() if keys[number] in host][: rng.integers(1, 5)]
+            targets = rng.permutation(16)[: len(wanted)].astype(np.int32)
+            try:
+                cache = host.load(cache, targets, [keys[number] for number in wanted])
+                held |= dict(zip(targets.tolist(), wanted, strict=True))
+                loads += 1
+            except KeyError:
+                pass  # evicted from disk in the background; the cache is unchanged
+            except offload.LoadFailed as error:
+                cache = error.cache
+                for target in targets.tolist():
+                    held.pop(target, None)
+            assert_same_bits(blocks_of(cache, [*held]), contents[[*held.values()]])
+        host.flush()
+        assert loads > 50
+        assert host.stats.read > 0
 
     def test_a_block_that_is_damaged_in_a_later_portion_leaves_the_cache(self, disk, row):
         keys = names(12)

@@ -280,16 +280,26 @@ def test_a_call_that_launches_reads_loads_stores_or_allocates_raises(kind, monke
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "error", [KeyboardInterrupt(), RuntimeError("injected")], ids=lambda error: type(error).__name__
-)
 @pytest.mark.parametrize("kind", [Toy, Hybrid, Drafts])
-def test_any_call_raises(kind, error, monkeypatch, tmp_path):
-    """In the middle of the times that it is made.  A RuntimeError in a transfer costs time, but does not end it."""
+def test_any_call_is_interrupted(kind, monkeypatch, tmp_path):
+    """In the middle of the times that it is made."""
     kind.install(monkeypatch)
     cases = [(site, 1 + count // 2) for site, count in all_calls(kind, tmp_path).items()]
-    outcomes = Counter(interrupt(kind, tmp_path / str(i), *case, error) for i, case in enumerate(cases))
-    assert outcomes[True, True] > len(cases) / 2, outcomes
+    outcomes = Counter(interrupt(kind, tmp_path / str(i), *case, KeyboardInterrupt()) for i, case in enumerate(cases))
+    assert outcomes[True, True] > 0.9 * len(cases), outcomes
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.* could not be written to disk:UserWarning")
+@pytest.mark.parametrize("kind", [Toy, Hybrid, Drafts])
+def test_any_call_that_can_fail_raises(kind, monkeypatch, tmp_path):
+    """A transfer between device, host and disk that fails costs time, but does not end the engine."""
+    kind.install(monkeypatch)
+    seen = all_calls(kind, tmp_path)
+    cases = [(site, 1 + count // 2) for site, count in seen.items() if site.startswith(TRANSFERS)]
+    outcomes = Counter(interrupt(kind, tmp_path / str(i), *case, RuntimeError("no")) for i, case in enumerate(cases))
+    assert outcomes[True, True] > len(cases) / 5, outcomes
+    assert outcomes[True, False] > len(cases) / 3 or kind is Drafts, outcomes
 
 
 def test_an_exception_in_the_warm_up(monkeypatch):
