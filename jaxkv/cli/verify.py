@@ -3,6 +3,9 @@
 Each operation runs on caches of every order, whose memory around the entries is full of random bytes, and on a twin: a
 layer-major cache whose memory around the entries is 0.  Results must be equal bit for bit, and a write or a copy must
 leave every other byte as it was.  With `--calls`, the fuzzer makes that many random calls on random layouts instead.
+
+On GPUs, XLA chooses algorithms for products by timing them, for each program, so that results of `xla` may differ in
+their last bits.  `XLA_FLAGS=--xla_gpu_autotune_level=0` avoids this.
 """
 
 import argparse
