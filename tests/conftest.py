@@ -7,6 +7,7 @@ from pathlib import Path
 
 # Tests compile thousands of small programs and run each for microseconds.  XLA's newer emitters build a pipeline of
 # MLIR passes for every fusion, and its code generator up to 32 LLVM modules a program: four fifths of the compiling.
+# jax 0.12 no longer has the older emitters, and tests take nearly twice as long with it.
 # An `XLA_FLAGS` that is set wins: `XLA_FLAGS= pytest ...` compiles as users do.
 os.environ.setdefault(
     "XLA_FLAGS",

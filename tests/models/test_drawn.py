@@ -9,9 +9,9 @@ import pytest
 
 import jaxkv
 from jaxkv import models
-from jaxkv.models import families as registry
 from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.parameters import parameters, unused
+from jaxkv.models.weights.spellings import spellings
 from support.cases import slow
 from support.drawn import FOLDER, cases, write
 
@@ -75,7 +75,8 @@ def test_all_configurations_are_read_and_have_these_weights(family, tmp_path):
     for case in cases(family):
         write(tmp_path, case)
         config = models.ModelConfig.read(tmp_path)
-        with Checkpoint(tmp_path, registry.FAMILIES[config.architecture].own_name) as checkpoint:
+        with Checkpoint(tmp_path) as checkpoint:
+            checkpoint.rename(spellings(config, checkpoint.names))
             weights = jax.tree.leaves(parameters(config, mtp=False, names=checkpoint.names))
             checkpoint.check(weights, unused(config, checkpoint.names))
 

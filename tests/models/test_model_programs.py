@@ -91,6 +91,7 @@ CASES = [
     (QWEN3_NEXT, "bf16"),
 ]
 BATCH, CHUNK, COLUMNS = 4, 16, 4
+BLOCK_SIZE = 64  # models with states have much longer blocks by default, which attention loads whole
 
 
 def describe(values, **options):
@@ -100,7 +101,7 @@ def describe(values, **options):
 
 
 def describe_cache(model, num_blocks):
-    return jax.eval_shape(lambda: model.cache(num_blocks))
+    return jax.eval_shape(lambda: model.cache(num_blocks, BLOCK_SIZE))
 
 
 def describe_batch(model, tokens):

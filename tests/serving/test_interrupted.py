@@ -16,8 +16,7 @@ import jaxkv.serving
 from jaxkv import models
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import DiskPool, HostPool
-from jaxkv.serving import Engine, SpeculativeEngine
-from jaxkv.serving import engine as engine_module
+from jaxkv.serving import Engine, SpeculativeEngine, program
 from support import toy_hybrid, toy_model
 from support.recorded import FOLDER
 from support.toy_model import prompt
@@ -308,7 +307,7 @@ def test_an_exception_in_the_warm_up(monkeypatch):
     served = Engine(Toy.model, num_blocks=7, block_size=4, max_requests=2, chunk=7, max_len=24)
     request = served.submit(prompt(9), max_tokens=3)
     with monkeypatch.context() as patch:
-        patch.setattr(engine_module, "ThreadPoolExecutor", interrupted)
+        patch.setattr(program, "compile_all", interrupted)
         with pytest.raises(KeyboardInterrupt):
             served.warm_up()
     list(served.run())
