@@ -1,4 +1,4 @@
-"""Strict JAX, quick compilations, a repeatable hypothesis."""
+"""Quick compilations, a repeatable hypothesis, and the tests that can run on this machine."""
 
 import gc
 import itertools
