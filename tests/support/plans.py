@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.slots import lengths_in_table
-from jaxkv_kernels.mosaic_gpu.attention.config import SPLIT_COST_UNIT, TILE, SplitCosts
+from jaxkv_kernels.mosaic_gpu.attention.config import SPLIT_COST_UNIT, SplitCosts
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.sizes import TILE
 
 INVARIANT_SPLITS, INVARIANT_TOKENS = 8, 1024
 

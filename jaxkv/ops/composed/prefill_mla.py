@@ -31,7 +31,7 @@ from jaxkv_kernels.kernel import imported_when_called
 from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.xla import expanded
 
-attend_expanded = imported_when_called("jaxkv_kernels.mosaic_gpu.attention.expanded", "attend_expanded")
+attend_expanded = imported_when_called("jaxkv_kernels.mosaic_gpu.prefill", "attend_expanded")
 
 
 def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:

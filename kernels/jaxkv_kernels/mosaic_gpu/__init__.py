@@ -10,7 +10,6 @@ from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, Listed, MLAEntr
 from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.kernel import Kernel, imported_when_called
 from jaxkv_kernels.mosaic_gpu import unsupported
-from jaxkv_kernels.mosaic_gpu.attention.config import GATHERED
 from jaxkv_kernels.mosaic_gpu.experts import unsupported as unsupported_experts
 from jaxkv_kernels.mosaic_gpu.runtime.available import BULK_COPIES, REDUX, WGMMA, unavailable_reasons
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting as interpreting
@@ -28,10 +27,11 @@ def _kernel(
     return Kernel(run, entries, unsupported_reasons, partial(unavailable_reasons, capabilities))
 
 
-_MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla", *GATHERED)}
+_BY_SLOTS = ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")
+_MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla", *_BY_SLOTS)}
 _MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8", "int8", "nvfp4")}
 _MOVED_INDEXER: Listed = {IndexerEntry: ("bf16", "f16", "f32", "indexer_fp8")}
-_MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla", *GATHERED)}
+_MLA: Listed = {MLAEntry: ("bf16", "f16", "fp8", "fp8_ds_mla", *_BY_SLOTS)}
 _LOGITS: Listed = {IndexerEntry: ("bf16", "f16", "indexer_fp8")}
 _KV: Listed = {KVEntry: ("bf16", "f16", "fp8", "int8", "nvfp4")}
 _STATE: Listed = {StateEntry: StateEntry.formats}
@@ -48,12 +48,12 @@ KERNELS: dict[str, Kernel] = {
         "entries.gathers.gather_indexer_k", _MOVED_INDEXER, unsupported.gather_indexer_k, BULK_COPIES
     ),
     "gather_entries": _kernel("entries.gathers.gather_entries", {}, unsupported.gather_entries, BULK_COPIES),
-    "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
-    "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
+    "plan_decode": _kernel("decode.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
+    "decode_mla": _kernel("decode.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
     "decode_mla_sparse": _kernel(
         "attention.decode_mla_sparse.decode_mla_sparse", _MLA, unsupported.decode_mla_sparse, WGMMA
     ),
-    "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv, WGMMA),
+    "decode_kv": _kernel("decode.decode_kv", _KV, unsupported.decode_kv, WGMMA),
     "merge_states": _kernel("entries.merge_states.merge_states", {}, unsupported.merge_states, BULK_COPIES),
     "indexer_logits": _kernel("indexer.logits.indexer_logits", _LOGITS, unsupported.indexer_logits, WGMMA),
     "select_topk": _kernel("indexer.topk.select_topk", {}, unsupported.select_topk, REDUX),

@@ -10,19 +10,16 @@ from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.kernel import apart
 from jaxkv_kernels.logit_cap import too_large
-from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS, by_slots
-from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import TILE_COLUMNS, origin_step
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
 from jaxkv_kernels.mosaic_gpu.bulk.entry_bytes import EntryBytes
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
 from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
+from jaxkv_kernels.mosaic_gpu.sizes import LATENT, ROPE
 
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)
 MOST_SELECTED = 4096
-LATENT, ROPE = 512, 64
-"""The sizes of DeepSeek's entries, which are the largest."""
 ROPES = (0, 16, 32, 64)
 """Rotary parts of dense attention to plain entries."""
 EXPANDED = (128, 64, 128)
@@ -131,13 +128,15 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 
 
 def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
-    """Reasons against attending to such latents, quantised, with so many query tokens x heads per request."""
+    """Reasons against attending to this quantised MLA entry with `rows` query rows per request."""
+    from jaxkv_kernels.mosaic_gpu.decode import SWAP_AB_ROWS, by_slots
+
     if by_slots(entry, rows):
         yield from _gathered(entry, pages, buffer)
         return
     yield from _latent_sizes(entry)
     yield from _block_sizes(pages)
-    if rows > FEW_ROWS:
+    if rows > SWAP_AB_ROWS:
         yield from _unaligned(_steps(pages, ("layer", "token")), buffer.dtype.itemsize)
         return
     if pages.token_stride != pages.width:
@@ -150,12 +149,14 @@ def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
 
 
 def _quantised_kv(entry, pages, buffer, rows: int) -> Iterator[str]:
-    """Reasons against attending to such keys and values, quantised, with so many query tokens x heads per request."""
+    """Reasons against attending to these quantised keys and values with `rows` query rows per request."""
+    from jaxkv_kernels.mosaic_gpu.decode import SWAP_AB_ROWS
+
     if not {*entry.sizes} <= {128, 256}:
         yield f"{_values_of(entry)}: supports 128 and 256 of each, if quantised"
-    if rows // pages.num_heads > FEW_ROWS:
+    if (rows := rows // pages.num_heads) > SWAP_AB_ROWS:
         yield (
-            f"query tokens x heads of {rows // pages.num_heads} per KV head: supports up to {FEW_ROWS} with entries of "
+            f"query tokens x heads of {rows} per KV head: supports up to {SWAP_AB_ROWS} with entries of "
             f"format {entry.format!r}"
         )
     yield from _block_sizes(pages)
@@ -186,6 +187,8 @@ def _block_sizes(pages) -> Iterator[str]:
 
 def _attention(entry, pages, buffer) -> Iterator[str]:
     """Reasons against attending to such entries, which are not quantised."""
+    from jaxkv_kernels.mosaic_gpu.paged_tma import TILE_COLUMNS
+
     if entry.one_head:
         latent, rope = entry.sizes
         if latent % TILE_COLUMNS or latent > LATENT or rope not in ROPES:
@@ -198,6 +201,8 @@ def _attention(entry, pages, buffer) -> Iterator[str]:
 
 def _origins(pages, buffer) -> Iterator[str]:
     """Reasons against copying from where the strides put pages."""
+    from jaxkv_kernels.mosaic_gpu.paged_tma import origin_step
+
     steps = _steps(pages, ("layer", "token", "head", "part"))
     yield from _unaligned({**steps, "buffer": pages.size}, buffer.dtype.itemsize)
     if pages.size // origin_step(pages) >= ROW_LIMIT:

@@ -11,16 +11,17 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.extra_slots import ExtraSlots
-from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, SparseConfig, sparse_config
+from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig, sparse_config
 from jaxkv_kernels.mosaic_gpu.attention.gather.interpreted import InterpretedJoined, InterpretedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.planning.slots import plan_slots
 from jaxkv_kernels.mosaic_gpu.attention.schedules.slots import attend_slots
+from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.tuning import configuration
 
 

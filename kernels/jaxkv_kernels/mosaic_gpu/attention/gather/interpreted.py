@@ -6,7 +6,6 @@ from jax.experimental import pallas as pl
 
 from jaxkv_kernels.formats.fp4 import from_e2m1, from_e8m0
 from jaxkv_kernels.formats.latents.nvfp4_ds_mla import COLUMNS
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import CHUNK, LINE, GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
@@ -18,7 +17,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
     MOST_FACTOR,
     SMALLEST,
 )
-from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
+from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, TILE
 
 
 class InterpretedRows(GatheredRows):

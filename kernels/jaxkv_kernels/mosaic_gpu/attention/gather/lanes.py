@@ -7,7 +7,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
     EXPONENT,
     INVERSE,
@@ -19,6 +18,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
 )
 from jaxkv_kernels.mosaic_gpu.runtime.elements import words
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
 
 THREADS, ROWS_PER_LANE = 128, 4
 COLUMN_TILE = 1024

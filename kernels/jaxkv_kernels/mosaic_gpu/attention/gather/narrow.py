@@ -14,7 +14,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF
 from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import (
     COLUMN_TILE,
     STORE,
@@ -25,6 +24,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import (
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import E8M0_RANGE
 from jaxkv_kernels.mosaic_gpu.runtime.elements import words
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.sizes import HALF
 
 CONVERT_E2M1 = (
     "{ .reg .b32 even, odd, t; .reg .b16 a, b, c, d;"

@@ -32,13 +32,12 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.format import Part
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF
 from jaxkv_kernels.mosaic_gpu.attention.gather import lanes, narrow
 from jaxkv_kernels.mosaic_gpu.runtime.elements import array
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
-from jaxkv_kernels.mosaic_gpu.unsupported import LATENT
+from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT
 
 
 def lane_registers(per_lane: int) -> Any:

@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.mosaic_gpu.attention.config import SPLIT_COST_UNIT, TILE, SplitCosts
+from jaxkv_kernels.mosaic_gpu.attention.config import SPLIT_COST_UNIT, SplitCosts
+from jaxkv_kernels.mosaic_gpu.sizes import TILE
 
 LOADED_AT_ONCE = 4
 """Splits that the warps of a warpgroup load at once in `combine`."""

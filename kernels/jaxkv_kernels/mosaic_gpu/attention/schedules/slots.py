@@ -72,9 +72,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.extra_slots import ExtraSlots
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE, SparseConfig
-from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
-from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, half_columns, result_types
+from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
 from jaxkv_kernels.mosaic_gpu.attention.gather.full import CopiedFull, StoredFull
 from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, async_fence
@@ -87,10 +85,11 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import (
     ExtraRefs,
     JoinedTiles,
 )
-from jaxkv_kernels.mosaic_gpu.attention.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
+from jaxkv_kernels.mosaic_gpu.masks import MASKED
+from jaxkv_kernels.mosaic_gpu.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
@@ -106,7 +105,8 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     zeros,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
-from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
+from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, ROPE, TILE
+from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
 
 COLUMNS = 64
 """Columns of queries that are copied at once, if their rotary parts follow the latents: those of a swizzled tile."""

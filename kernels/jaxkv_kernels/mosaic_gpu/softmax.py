@@ -26,9 +26,18 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     over_columns,
     over_rows,
 )
+from jaxkv_kernels.tuning import require
 
 EMPTY = float(jnp.finfo(jnp.float32).min)
 """The running max of a row that has seen no key: finite, so that differences are finite; no finite score is lower."""
+THRESHOLDS = (0, 4, 8, 12)
+"""Values of a configuration's `rescale_threshold` that are worth trying."""
+
+
+def check_threshold(config) -> None:
+    """ValueError unless weights of up to 2**`rescale_threshold` of this configuration fit float16."""
+    ok = 0 <= config.rescale_threshold <= 14
+    require(ok, config, "rescale_threshold", "0 to 14: weights reach 2**threshold, and float16 at most 65,504")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What one lane does in a conversion: MLIR and inline PTX.
+"""Converts tiles of e4m3 values in shared memory to float16, in place.
 
 A lane loads chunks of 16 bytes of e4m3 values and stores each as two chunks of float16.  Eight lanes share a phase of a
 shared-memory access.  They take four consecutive chunks of an even row, and four of the next row: of the neighbouring
@@ -12,9 +12,11 @@ from typing import Any
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
-from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import COLUMN_TILE, STORE, THREADS
+from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE
+from jaxkv_kernels.mosaic_gpu.ptx.stores import STORE_SHARED
+from jaxkv_kernels.mosaic_gpu.runtime.elements import LANES
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
 
 WARP_ROWS = TILE // 4
 """Rows of a tile that a warp converts."""
@@ -24,7 +26,7 @@ class Lane:
     """The position of the calling lane."""
 
     def __init__(self):
-        thread = arith.remui(mgpu.utils.thread_idx(), c32(THREADS))
+        thread = arith.remui(mgpu.utils.thread_idx(), c32(LANES))
         self.lane = arith.andi(thread, c32(31))
         self.warp = arith.shrui(thread, c32(5))
         self.phase = arith.shrui(self.lane, c32(3))
@@ -93,7 +95,7 @@ def _store_converted(into, place, offset: int, chunk: list[Any]) -> None:
     values = [value for word in chunk for value in ptx(E4M3_TO_F16, word, result_types=[i32()] * 2)]
     for swap, four in ((0, values[:4]), (16, values[4:])):
         start = arith.xori(place, c32(swap)) if swap else place
-        ptx(STORE.format(offset=offset), at(mgpu.utils.memref_ptr(into), start), *four)
+        ptx(STORE_SHARED.format(offset=offset), at(mgpu.utils.memref_ptr(into), start), *four)
 
 
 def _sum(*terms) -> Any:

@@ -1,12 +1,13 @@
 """Decode of few rows (query tokens x heads that share entries) from quantised entries: latents, or keys and values.
 
-As in `few_rows`, the operands of the products are swapped: keys provide the 64 rows of wgmma, queries its columns.
+As in `mla_dense_swap_ab.py`, the operands of the products are swapped: keys provide the 64 rows of wgmma, queries its
+columns.
 
     S' = K Q'     [64 keys, 16]
     O' += V' P'   [columns of V, 16]       of latents, V is K's first 512 columns
 
 K and V' are register operands, converted as the bytes of the cache are loaded from shared memory
-(`quantised/tiles.py`).  Shared memory holds no converted entries.  The bytes of a latent are loaded from shared memory
+(`quantised_tiles.py`).  Shared memory holds no converted entries.  The bytes of a latent are loaded from shared memory
 twice, once for K and once for V.
 
 Work.  A CTA of a producer and two to four consumer warpgroups owns a KV head (latents have one) and walks its partition
@@ -63,33 +64,153 @@ KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for two c
 values takes 16.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial, reduce
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import TILE, FewRowsQuantisedConfig
-from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE_COSTS, SplitCosts
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import EXPONENT, INVERSE, LEAST_FACTOR, MOST_FACTOR
-from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask
-from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, KEY_GROUP, STATS, N, Tiles
-from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
+    InterpretedHeads,
+    InterpretedInt8,
+    InterpretedLatents,
+    InterpretedNvfp4,
+)
+from jaxkv_kernels.mosaic_gpu.masks import apply_mask
+from jaxkv_kernels.mosaic_gpu.paged_tma import PageTable
+from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
+    GROUP,
+    INVERSES,
+    KEY_GROUP,
+    STATS,
+    HeadTiles,
+    Int8Tiles,
+    LatentTiles,
+    N,
+    Nvfp4Tiles,
+    Tiles,
+)
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, over_columns, over_rows, store, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.sizes import TILE
+from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
+from jaxkv_kernels.tuning import require
+
+_QUANTISED_TILE_COSTS = replace(TILE_COSTS, least=4)
 
 
-def attend_few_rows_quantised(
+@dataclass(frozen=True, kw_only=True)
+class QuantisedSwapABConfig:
+    """`decode_mla` with up to SWAP_AB_ROWS rows per request, and entries of format `fp8` or `fp8_ds_mla`."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "keys_at_once": (1, 2, 3),
+        "rescale_threshold": THRESHOLDS,
+        "split_costs": tuple(replace(_QUANTISED_TILE_COSTS, least=least) for least in (2, 4, 8)),
+    }
+
+    stages: int = 4
+    """Tiles of entries in shared memory, 36 or 41 KiB each.  A multiple of the number of consumers, so that a consumer
+    always uses the same stages."""
+    consumers: int = 2
+    """Consumer warpgroups, which take turns at tiles."""
+    query_stages: int = 2
+    """Work tiles whose queries are in shared memory, 18 KiB each."""
+    keys_at_once: int = 2
+    """Groups of 64 columns of keys that are converted at once, while the products of the previous groups run.  Each
+    converted group takes 16 registers per lane."""
+    values_at_once: int = 1
+    """Groups of 16 tokens whose values are converted at once, likewise.  128 columns take 8 registers per lane."""
+    producer_registers: int = 88
+    """As in MLADenseConfig.  The producer holds the queries of a work tile while it scales them."""
+    rescale_threshold: int = 4
+    """As in MLADenseConfig.  Weights are float16, multiplied by a power of two for which the threshold leaves room.  So
+    a lower threshold keeps all bits of smaller weights: with 4, of those down to 2**-24."""
+    split_costs: SplitCosts = _QUANTISED_TILE_COSTS
+    """In steps of one tile, which has half the bytes of a bf16 tile."""
+
+    def __post_init__(self):
+        require(self.consumers in (2, 3, 4), self, "consumers", "2 to 4, which have registers for their results")
+        most = 20 if isinstance(self, QuantisedGQAConfig) else 4
+        ok = self.stages % self.consumers == 0 and self.consumers <= self.stages <= most
+        require(ok, self, "stages", f"a multiple of the {self.consumers} consumers, at most {most}")
+        require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which is what shared memory holds")
+        require(1 <= self.keys_at_once <= 4, self, "keys_at_once", "1 to 4")
+        require(self.values_at_once in (1, 2, 4), self, "values_at_once", "1, 2 or 4, divisors of the 4 of a tile")
+        require(self.producer_registers in (72, 88, 104), self, "producer_registers", "72, 88 or 104")
+        check_threshold(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class QuantisedGQAConfig(QuantisedSwapABConfig):
+    """`decode_kv` with quantised entries."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **QuantisedSwapABConfig.SEARCH,
+        "stages": (3, 4, 6, 8, 9),
+        "values_at_once": (1, 2, 4),
+    }
+
+    stages: int = 6
+    """The most tiles of keys and values in shared memory, 9 to 17 KiB each for heads of 128; larger ones leave room for
+    fewer."""
+    consumers: int = 3
+
+
+def gqa_config(entry) -> QuantisedGQAConfig:
+    """The default configuration of a `decode_kv` call with quantised entries.
+
+    64 requests of 8,192 tokens with 64 heads and 8 KV heads:
+
+    - `fp8` takes 0.248 ms on an H200 with 3 consumers and 6 stages, 0.252 with 9 stages, and 0.254 with 2 consumers
+      and 8 stages.
+    - `int8` takes 0.420 ms on an H100 with 3 consumers and 3 stages, 0.432 with 2 and 4, and 0.444 with 4 and 4; on an
+      H200, 0.296 ms with 2 consumers and 4 stages, 0.314 with 6 stages, and 0.326 with 8.  Entries of 272 bytes share
+      lines of the L2 cache with those of other heads, which other CTAs load at about the same time.  The more is
+      loaded in advance, the more often a line is loaded twice.
+    - `nvfp4` takes 0.239 ms on an H100 with 3 consumers and 6 stages, and 0.257 with 4 and 8.  It is bound by copies,
+      which alone take 0.243 and 0.254; with each head's entries of a block in one piece (`BLHNC`), it takes 0.220 ms.
+    - With heads wider than 128, more than 2 consumers would spill registers.
+    """
+    if max(entry.sizes) > 128:
+        return QuantisedGQAConfig(consumers=2, stages=8)
+    if entry.format == "int8":
+        return QuantisedGQAConfig(stages=3, values_at_once=4)
+    if entry.format == "nvfp4":
+        return QuantisedGQAConfig(values_at_once=4)
+    return QuantisedGQAConfig()
+
+
+KV_TILES: dict[str, tuple[Callable[..., Tiles], Callable[..., Tiles]]] = {
+    "fp8": (HeadTiles, InterpretedHeads),
+    "int8": (Int8Tiles, InterpretedInt8),
+    "nvfp4": (Nvfp4Tiles, InterpretedNvfp4),
+}
+"""Tiles of quantised keys and values by format: for the GPU, and for the interpreter."""
+
+
+def tiles_of(entry, *, interpret: bool) -> Tiles:
+    """The tiles of entries of this kind and format."""
+    kinds = (LatentTiles, InterpretedLatents) if entry.one_head else KV_TILES[entry.format]
+    return kinds[interpret](entry)
+
+
+def attend(
     queries, buffer, block_tables, layer, scale, scales, plan: Plan,
-    *, tiles: Tiles, tokens, group, pages, logit_cap, window, config: FewRowsQuantisedConfig, interpret,
+    *, tiles: Tiles, tokens, group, pages, logit_cap, window, config: QuantisedSwapABConfig, interpret,
 ):  # fmt: skip
     """Results of whole requests and splits (`result_types`), whose first axis is that of requests or splits x heads.
 

@@ -37,8 +37,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.masks import MASKED
-from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
@@ -52,6 +51,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     zeros,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
 
 ROWS = 64
 """Query tokens of a consumer."""

@@ -1,7 +1,7 @@
 """MLA decode of few rows (query tokens x heads of a request): the operands of the products are swapped.
 
-A tile of 64 rows, as in `wide`, would be mostly padding.  Here keys and values provide the 64 rows of wgmma, and the
-few queries its columns:
+A tile of 64 rows, as in `mla_dense.py`, would be mostly padding.  Here keys and values provide the 64 rows of wgmma,
+and the few queries its columns:
 
     S' = K Q'     [64 keys, rows]      K as it is stored, Q likewise
     O' += V' P'   [R, rows]            V is K's first R columns, transposed; P is stored as [rows, 64 keys]
@@ -13,7 +13,7 @@ The schedule is memory-bound: the tensor cores are busy for half of the time tha
 
 Work.  A CTA of two warpgroups walks its partition of the plan: work tiles, each a range of key tiles of a request.  If
 the plan is shared, a cluster of two CTAs walks a partition.  Each CTA has half of the keys of a work tile.  At its end,
-the second CTA sends its result to the first one, which merges and stores it (`sharing.py`).
+the second CTA sends its result to the first one, which merges and stores it (`cluster_sharing.py`).
 
 Timeline, downwards; `->` names the barrier that a line waits for.
 
@@ -51,34 +51,59 @@ queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats and barr
 O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255 for each lane.
 """
 
+from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import CTAS, TILE, FewRowsConfig
-from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
-from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values, first_seen, is_masked, seen_tokens
-from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
-from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
-from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.config import CTAS, TILE_COSTS, SplitCosts
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.sharing import PLACES, Exchange, exchange_types, merge_factors, own_steps
-from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.cluster_sharing import PLACES, Exchange, exchange_types, merge_factors, own_steps
+from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values, first_seen, is_masked, seen_tokens
+from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, filled, over_rows, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import rotary_type, swizzled
-from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
+from jaxkv_kernels.mosaic_gpu.sizes import LATENT, ROPE, TILE
+from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
+from jaxkv_kernels.tuning import require
 
 
-def attend_few_rows(
+@dataclass(frozen=True, kw_only=True)
+class MLASwapABConfig:
+    """`decode_mla` with up to SWAP_AB_ROWS rows per request."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "query_stages": (2, 3, 4),
+        "rescale_threshold": THRESHOLDS,
+        "split_costs": tuple(replace(TILE_COSTS, least=least) for least in (1, 2, 4)),
+    }
+
+    stages: int = 2
+    """Tiles of keys in shared memory, 72 KiB each."""
+    query_stages: int = 4
+    """Work tiles whose queries, or results, are in shared memory, 18 KiB each."""
+    rescale_threshold: int = 8
+    """As in MLADenseConfig.  Here a rescale costs more, since all warps must agree on the maximum."""
+    split_costs: SplitCosts = TILE_COSTS
+    """In steps of one tile.  Queries and results are copied during the walk over keys, and splits are small."""
+
+    def __post_init__(self):
+        require(self.stages == 2, self, "stages", "2, which is what shared memory holds")
+        require(2 <= self.query_stages <= 4, self, "query_stages", "2 to 4, which is what shared memory holds")
+        check_threshold(self)
+
+
+def attend(
     q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, heads, pages, logit_cap, window, config: FewRowsConfig, interpret,
+    *, tokens, heads, pages, logit_cap, window, config: MLASwapABConfig, interpret,
 ):  # fmt: skip
     """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of 8 or 16 rows.
 

@@ -46,23 +46,21 @@ values, there is one per consumer and one of queries.  Registers: O 64 + S 32 + 
 for the producer.
 """
 
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, KVConfig
-from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
-from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
-from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
-from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
-from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR_COSTS, SplitCosts
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values
+from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import SHARED_MEMORY, consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
@@ -76,6 +74,9 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     zeros,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
+from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
+from jaxkv_kernels.tuning import require
 
 STATS_AND_BARRIERS = 3 * 1024
 """An upper bound of the bytes of shared memory other than tiles, for up to 4 query stages."""
@@ -83,12 +84,42 @@ CHUNK = 64
 """Columns of queries, or of a result, that are contiguous in shared memory."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class GQAConfig:
+    """`decode_kv`."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "stages": (1, 2, 3, 4),
+        "query_stages": (1, 2, 3),
+        "rescale_threshold": THRESHOLDS,
+        "producer_registers": (24, 40),
+        "split_costs": tuple(replace(PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+    }
+
+    stages: int = 4
+    """The most tiles of keys and values per consumer warpgroup; large heads leave room for fewer."""
+    query_stages: int = 2
+    """The most work tiles whose queries, or results, are in shared memory; large heads leave room for fewer."""
+    producer_registers: int = 40
+    """As in MLADenseConfig.  With pages of 16 tokens, the producer holds the blocks of 16 copies."""
+    rescale_threshold: int = 8
+    """As in MLADenseConfig."""
+    split_costs: SplitCosts = PAIR_COSTS
+    """In steps of two tiles, as in MLADenseConfig."""
+
+    def __post_init__(self):
+        require(self.stages >= 1, self, "stages", "1 or more")
+        require(1 <= self.query_stages <= 4, self, "query_stages", "1 to 4")
+        require(self.producer_registers in (24, 40, 56), self, "producer_registers", "24, 40 or 56")
+        check_threshold(self)
+
+
 def chunks_of(columns: int):
     """Slices of CHUNK columns that cover `columns` columns."""
     return [pl.ds(first, CHUNK) for first in range(0, columns, CHUNK)]
 
 
-def _stages(config: KVConfig, head_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
+def _stages(config: GQAConfig, head_dim: int, value_dim: int, itemsize: int) -> tuple[int, int]:
     """Stages of keys and values per consumer, and of queries: those of `config`, or as many as shared memory holds."""
     room = SHARED_MEMORY - TILE * value_dim * 4 - STATS_AND_BARRIERS  # beside `other`
     queries, tiles = TILE * max(head_dim, value_dim) * itemsize, 2 * TILE * (head_dim + value_dim) * itemsize
@@ -96,9 +127,9 @@ def _stages(config: KVConfig, head_dim: int, value_dim: int, itemsize: int) -> t
     return stages, min((room - stages * tiles) // queries, config.query_stages)
 
 
-def attend_kv(
+def attend(
     q, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, group, pages, entry, logit_cap, window, config: KVConfig, interpret
+    *, tokens, group, pages, entry, logit_cap, window, config: GQAConfig, interpret
 ):  # fmt: skip
     """Results of whole requests and splits (`result_types`), for queries [B, heads, rows, head dim].
 

@@ -1,4 +1,7 @@
-"""`Tiles` for Pallas's interpreter, which cannot run inline PTX.  Columns are permuted in products as in `tiles.py`."""
+"""`Tiles` for Pallas's interpreter, which cannot run inline PTX.
+
+Columns are permuted in products as in `quantised_tiles.py`.
+"""
 
 from typing import Any
 
@@ -6,12 +9,20 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkv_kernels.mosaic_gpu.attention.config import TILE
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
-from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import HeadTiles
-from jaxkv_kernels.mosaic_gpu.attention.quantised.latents import LatentTiles
-from jaxkv_kernels.mosaic_gpu.attention.quantised.rows import Int8Tiles, Nvfp4Tiles, RowTiles
-from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, KEY_GROUP, N, Tiles
+from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
+    GROUP,
+    INVERSES,
+    KEY_GROUP,
+    HeadTiles,
+    Int8Tiles,
+    LatentTiles,
+    N,
+    Nvfp4Tiles,
+    RowTiles,
+    Tiles,
+)
+from jaxkv_kernels.mosaic_gpu.sizes import TILE
 
 
 class Interpreted(Tiles):
@@ -70,7 +81,7 @@ class Interpreted(Tiles):
         return [jnp.pad(ref[place].astype(jnp.float32), ((0, N - ref.shape[1]), (0, 0))) for ref in refs]
 
     def store_queries(self, refs, stats, stage, loaded):
-        """Stores queries with their columns in the order of keys (`tiles.py`)."""
+        """Stores queries with their columns in the order of keys (`quantised_tiles.py`)."""
         factor, inverse = scale_to_fit(jnp.abs(jnp.concatenate(loaded, axis=1)).max(axis=1))
         for ref, x in zip(refs, loaded, strict=True):
             ref[stage] = self._ordered((x * factor[:, None]).astype(ref.dtype))
