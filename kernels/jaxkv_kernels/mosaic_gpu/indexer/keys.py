@@ -16,7 +16,8 @@ from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.bits import FP8, view_as
 from jaxkv_kernels.mosaic_gpu.indexer.config import TILE
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import SCALE_BYTES, SCALES_PER_ROW, KeyRows, key_rows
-from jaxkv_kernels.mosaic_gpu.paged_tma import InterpretedRows, TokenRows, in_entries_dtype, origin_step
+from jaxkv_kernels.mosaic_gpu.interpreter.paged import InterpretedRows
+from jaxkv_kernels.mosaic_gpu.paged_tma import TokenRows, in_entries_dtype, origin_step
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 
