@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, WideConfig
-from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
+from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, WideConfig
+from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import make_plan
 from support import scenes, suites
 from support.cases import slow
 

@@ -48,7 +48,7 @@ KERNELS: dict[str, Kernel] = {
         "entries.gathers.gather_indexer_k", _MOVED_INDEXER, unsupported.gather_indexer_k, BULK_COPIES
     ),
     "gather_entries": _kernel("entries.gathers.gather_entries", {}, unsupported.gather_entries, BULK_COPIES),
-    "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
+    "plan_decode": _kernel("plan_decode.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
     "decode_mla_sparse": _kernel(
         "attention.decode_mla_sparse.decode_mla_sparse", _MLA, unsupported.decode_mla_sparse, WGMMA

@@ -13,7 +13,7 @@ from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import GATHERED, by_slots
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan
 from support import suites
 from support.cases import each_value, slow
 from support.compare import assert_close, assert_same_bits

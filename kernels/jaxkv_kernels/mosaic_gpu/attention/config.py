@@ -7,6 +7,7 @@ a warpgroup's wgmma has 64 rows and because two such tiles of latents are what s
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import SplitCosts
 from jaxkv_kernels.tuning import require
 
 TILE = 64
@@ -25,10 +26,6 @@ GATHERED = ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")
 """Formats of latents that only the schedule of sparse attention decodes."""
 CTAS = 2
 """CTAs of a cluster that share the keys of each work tile, if requests are few."""
-MERGING = 4
-"""The cost of merging the results of these CTAs, in steps."""
-SPLIT_COST_UNIT = 256
-"""The cost of walking one step, in the unit of `SplitCosts.combining` and `SplitCosts.split`."""
 PREFETCHED_TILES = 32
 """Key tiles per CTA from which sparse attention to `fp8_ds_mla` entries prefetches: with 64 it takes 1 % less time."""
 
@@ -36,35 +33,6 @@ PREFETCHED_TILES = 32
 def by_slots(entry, rows: int) -> bool:
     """Whether dense calls with `rows` rows per request run as sparse attention to all slots of the request."""
     return entry.format in GATHERED or (entry.format == "fp8_ds_mla" and rows > FEW_ROWS)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SplitCosts:
-    """The costs, besides walking over keys, that a plan weighs when it divides requests."""
-
-    least: int
-    """The fewest steps of a partition.  Combining shorter splits takes more time than they save."""
-    overhead: int
-    """The cost of beginning and ending a request, in steps."""
-    combining: int
-    """The cost of combining, if any request is split; a step costs SPLIT_COST_UNIT."""
-    split: int
-    """The cost of each split, in the same unit."""
-
-    def __post_init__(self):
-        require(self.least >= 1, self, "least", "at least 1 step")
-        for field in ("overhead", "combining", "split"):
-            require(getattr(self, field) >= 0, self, field, "0 or more")
-
-    def of_shared_steps(self) -> "SplitCosts":
-        """The costs if two CTAs share each step, which then takes half the time, and merge their results.
-
-        Combining is made to look four times as expensive as it is, so that requests that are not much longer than
-        others stay whole.  With the real cost, 64 requests of 256 to 1,024 tokens with 16 heads would be split, and
-        take 0.0247 ms instead of 0.0215.
-        """
-        overhead = 2 * self.overhead + MERGING
-        return replace(self, overhead=overhead, combining=8 * self.combining, split=2 * self.split)
 
 
 _PAIR_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=16)

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import in_entries_dtype
-from jaxkv_kernels.mosaic_gpu.attention.plan import default_config, plan_or_default
 from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import HeadTiles
 from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import (
     InterpretedHeads,
@@ -20,6 +19,7 @@ from jaxkv_kernels.mosaic_gpu.attention.quantised.rows import Int8Tiles, Nvfp4Ti
 from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import Tiles
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.kv import attend_kv
+from jaxkv_kernels.mosaic_gpu.plan_decode import default_config, plan_or_default
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tuning import configuration
 

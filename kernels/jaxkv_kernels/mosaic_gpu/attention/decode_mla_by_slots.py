@@ -9,9 +9,8 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.slots import lengths_in_table, slots_for, table_tokens
 from jaxkv_kernels.mosaic_gpu.attention.decode_mla_sparse import config_of, decode_slots
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.planning.slots import plan_slots
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan, plan_slots
 
 
 def decode_by_slots(

@@ -16,11 +16,10 @@ from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, SparseConfig, 
 from jaxkv_kernels.mosaic_gpu.attention.gather.interpreted import InterpretedJoined, InterpretedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.planning.slots import plan_slots
 from jaxkv_kernels.mosaic_gpu.attention.schedules.slots import attend_slots
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan, plan_slots
 from jaxkv_kernels.tuning import configuration
 
 

@@ -65,14 +65,13 @@ from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values, f
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.sharing import PLACES, Exchange, exchange_types, merge_factors, own_steps
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
-from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, filled, over_rows, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import rotary_type, swizzled
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan, WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 

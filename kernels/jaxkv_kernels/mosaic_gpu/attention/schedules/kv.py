@@ -60,9 +60,7 @@ from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
-from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import SHARED_MEMORY, consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
@@ -76,6 +74,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     zeros,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan, WorkTile, load_work_range, load_work_tile
 
 STATS_AND_BARRIERS = 3 * 1024
 """An upper bound of the bytes of shared memory other than tiles, for up to 4 query stages."""

@@ -88,9 +88,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import (
     JoinedTiles,
 )
 from jaxkv_kernels.mosaic_gpu.attention.masks import MASKED
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
-from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
@@ -106,6 +104,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     zeros,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan, WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 COLUMNS = 64
