@@ -9,13 +9,9 @@ import pytest
 from jaxkv.bench.tuning import configurations, search
 from jaxkv.cli import main
 from jaxkv_kernels import tuning
-from jaxkv_kernels.mosaic_gpu.attention.config import (
-    FewRowsConfig,
-    KVConfig,
-    SparseConfig,
-    SplitCosts,
-    WideConfig,
-)
+from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, KVConfig, WideConfig
+from jaxkv_kernels.mosaic_gpu.mla_sparse import SparseConfig
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import SplitCosts
 
 
 @dataclass(frozen=True)

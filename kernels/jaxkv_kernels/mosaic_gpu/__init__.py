@@ -50,9 +50,7 @@ KERNELS: dict[str, Kernel] = {
     "gather_entries": _kernel("entries.gathers.gather_entries", {}, unsupported.gather_entries, BULK_COPIES),
     "plan_decode": _kernel("plan_decode.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
-    "decode_mla_sparse": _kernel(
-        "attention.decode_mla_sparse.decode_mla_sparse", _MLA, unsupported.decode_mla_sparse, WGMMA
-    ),
+    "decode_mla_sparse": _kernel("mla_sparse.decode_mla_sparse", _MLA, unsupported.decode_mla_sparse, WGMMA),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv, WGMMA),
     "merge_states": _kernel("entries.merge_states.merge_states", {}, unsupported.merge_states, BULK_COPIES),
     "indexer_logits": _kernel("indexer.logits.indexer_logits", _LOGITS, unsupported.indexer_logits, WGMMA),

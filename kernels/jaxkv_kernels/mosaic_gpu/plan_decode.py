@@ -4,7 +4,6 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv_kernels.mosaic_gpu.attention.config import (
-    CTAS,
     FEW_ROWS,
     FewRowsConfig,
     FewRowsQuantisedConfig,
@@ -15,10 +14,10 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     kv_quantised_config,
     wide_config,
 )
-from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import plan_by_slots
+from jaxkv_kernels.mosaic_gpu.mla_sparse import plan_by_slots
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
-from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan, make_plan, most_partitions
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, Plan, make_plan, most_partitions, shares_keys
 from jaxkv_kernels.tuning import configuration
 
 
@@ -55,16 +54,6 @@ def plan_decode(
         by_kernel=not interpreting.value,
     )  # fmt: skip
     return replace(plan, shared=shared)
-
-
-def shares_keys(requests: int, partitions: int) -> bool:
-    """Whether two CTAs share the keys of each work tile.
-
-    They do if there are enough pairs of CTAs for each request to have one, but not two: with fewer requests, most are
-    split among several pairs, and merging in pairs first takes longer: 0.0300 ms instead of 0.0281 for one request of
-    65,536 tokens with 16 heads.  With 64 requests of 4,096 tokens, sharing takes 0.0777 ms instead of 0.0792.
-    """
-    return CTAS * requests <= partitions < 2 * CTAS * requests
 
 
 def default_config(entry, rows: int) -> Any:

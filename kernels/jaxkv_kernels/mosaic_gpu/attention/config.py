@@ -7,7 +7,7 @@ a warpgroup's wgmma has 64 rows and because two such tiles of latents are what s
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from jaxkv_kernels.mosaic_gpu.tile_scheduler import SplitCosts
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import PAIR_COSTS, TILE_COSTS, SplitCosts
 from jaxkv_kernels.tuning import require
 
 TILE = 64
@@ -24,10 +24,6 @@ schedule.
 """
 GATHERED = ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")
 """Formats of latents that only the schedule of sparse attention decodes."""
-CTAS = 2
-"""CTAs of a cluster that share the keys of each work tile, if requests are few."""
-PREFETCHED_TILES = 32
-"""Key tiles per CTA from which sparse attention to `fp8_ds_mla` entries prefetches: with 64 it takes 1 % less time."""
 
 
 def by_slots(entry, rows: int) -> bool:
@@ -35,11 +31,8 @@ def by_slots(entry, rows: int) -> bool:
     return entry.format in GATHERED or (entry.format == "fp8_ds_mla" and rows > FEW_ROWS)
 
 
-_PAIR_COSTS = SplitCosts(least=1, overhead=2, combining=256, split=16)
-_SLOT_COSTS = replace(_PAIR_COSTS, split=4)
-_TILE_COSTS = SplitCosts(least=2, overhead=0, combining=128, split=2)
-_QUANTISED_TILE_COSTS = replace(_TILE_COSTS, least=4)
-_THRESHOLDS = (0, 4, 8, 12)
+_QUANTISED_TILE_COSTS = replace(TILE_COSTS, least=4)
+THRESHOLDS = (0, 4, 8, 12)
 _PRODUCER_REGISTERS = (24, 40)
 
 
@@ -49,9 +42,9 @@ class WideConfig:
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
         "prefetch": (True, False),
-        "rescale_threshold": _THRESHOLDS,
+        "rescale_threshold": THRESHOLDS,
         "producer_registers": _PRODUCER_REGISTERS,
-        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+        "split_costs": tuple(replace(PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
     }
 
     producer_registers: int = 24
@@ -62,12 +55,12 @@ class WideConfig:
     prefetch: bool = True
     """Whether a cluster prefetches its next pair of tiles to the L2 cache, where a page is contiguous.  CTAs without a
     cluster never prefetch: they are memory-bound, and lose 10 % to the additional requests."""
-    split_costs: SplitCosts = _PAIR_COSTS
+    split_costs: SplitCosts = PAIR_COSTS
     """In steps of two tiles.  For each request, a CTA loads 64 KiB of queries and stores 64 KiB of results."""
 
     def __post_init__(self):
         _check_registers(self, 24, 40, 56)
-        _check_threshold(self)
+        check_threshold(self)
 
 
 def wide_config(rows: int) -> WideConfig:
@@ -77,7 +70,7 @@ def wide_config(rows: int) -> WideConfig:
     heads and 4 query tokens, take 0.0309 ms instead of 0.0320.  Clusters, which have more rows, are up to 1 % slower.
     With `split` of 16, a plan would leave such requests whole, which takes 0.0376 ms.
     """
-    return WideConfig(split_costs=replace(_PAIR_COSTS, overhead=1, split=4)) if rows <= TILE else WideConfig()
+    return WideConfig(split_costs=replace(PAIR_COSTS, overhead=1, split=4)) if rows <= TILE else WideConfig()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +80,8 @@ class QuantisedWideConfig:
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
         "prefetch": (True, False),
         "producer_registers": (56, 72, 88),
-        "rescale_threshold": _THRESHOLDS,
-        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+        "rescale_threshold": THRESHOLDS,
+        "split_costs": tuple(replace(PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
     }
 
     producer_registers: int = 72
@@ -97,12 +90,12 @@ class QuantisedWideConfig:
     """As in WideConfig."""
     rescale_threshold: int = 8
     """As in WideConfig."""
-    split_costs: SplitCosts = _PAIR_COSTS
+    split_costs: SplitCosts = PAIR_COSTS
     """In steps of two tiles, as in WideConfig."""
 
     def __post_init__(self):
         _check_registers(self, 56, 72, 88)
-        _check_threshold(self)
+        check_threshold(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +104,8 @@ class FewRowsConfig:
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
         "query_stages": (2, 3, 4),
-        "rescale_threshold": _THRESHOLDS,
-        "split_costs": tuple(replace(_TILE_COSTS, least=least) for least in (1, 2, 4)),
+        "rescale_threshold": THRESHOLDS,
+        "split_costs": tuple(replace(TILE_COSTS, least=least) for least in (1, 2, 4)),
     }
 
     stages: int = 2
@@ -121,13 +114,13 @@ class FewRowsConfig:
     """Work tiles whose queries, or results, are in shared memory, 18 KiB each."""
     rescale_threshold: int = 8
     """As in WideConfig.  Here a rescale costs more, since all warps must agree on the maximum."""
-    split_costs: SplitCosts = _TILE_COSTS
+    split_costs: SplitCosts = TILE_COSTS
     """In steps of one tile.  Queries and results are copied during the walk over keys, and splits are small."""
 
     def __post_init__(self):
         require(self.stages == 2, self, "stages", "2, which is what shared memory holds")
         require(2 <= self.query_stages <= 4, self, "query_stages", "2 to 4, which is what shared memory holds")
-        _check_threshold(self)
+        check_threshold(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +129,7 @@ class FewRowsQuantisedConfig:
 
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
         "keys_at_once": (1, 2, 3),
-        "rescale_threshold": _THRESHOLDS,
+        "rescale_threshold": THRESHOLDS,
         "split_costs": tuple(replace(_QUANTISED_TILE_COSTS, least=least) for least in (2, 4, 8)),
     }
 
@@ -169,7 +162,7 @@ class FewRowsQuantisedConfig:
         require(1 <= self.keys_at_once <= 4, self, "keys_at_once", "1 to 4")
         require(self.values_at_once in (1, 2, 4), self, "values_at_once", "1, 2 or 4, divisors of the 4 of a tile")
         _check_registers(self, 72, 88, 104)
-        _check_threshold(self)
+        check_threshold(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,9 +212,9 @@ class KVConfig:
     SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
         "stages": (1, 2, 3, 4),
         "query_stages": (1, 2, 3),
-        "rescale_threshold": _THRESHOLDS,
+        "rescale_threshold": THRESHOLDS,
         "producer_registers": _PRODUCER_REGISTERS,
-        "split_costs": tuple(replace(_PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+        "split_costs": tuple(replace(PAIR_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
     }
 
     stages: int = 4
@@ -232,68 +225,14 @@ class KVConfig:
     """As in WideConfig.  With pages of 16 tokens, the producer holds the blocks of 16 copies."""
     rescale_threshold: int = 8
     """As in WideConfig."""
-    split_costs: SplitCosts = _PAIR_COSTS
+    split_costs: SplitCosts = PAIR_COSTS
     """In steps of two tiles, as in WideConfig."""
 
     def __post_init__(self):
         require(self.stages >= 1, self, "stages", "1 or more")
         require(1 <= self.query_stages <= 4, self, "query_stages", "1 to 4")
         _check_registers(self, 24, 40, 56)
-        _check_threshold(self)
-
-
-@dataclass(frozen=True, kw_only=True)
-class SparseConfig:
-    """`decode_mla_sparse`."""
-
-    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "producer_registers": (40, 56, 72, 88, 104),
-        "units_ahead": (1, 2, 4),
-        "prefetch": (True, False),
-        "rescale_threshold": _THRESHOLDS,
-        "split_costs": tuple(replace(_SLOT_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
-    }
-
-    producer_registers: int = 56
-    """Registers per lane of the producer warpgroup, which holds addresses of rows, the slots of two tiles and, for
-    quantised entries, the units that are being loaded.  The consumers get the rest, 224 each."""
-    units_ahead: int = 2
-    """Units of quantised latents, 16 registers per lane each, that are loaded before the first of them is stored.  A
-    divisor of the 4 units of a tile, so that each unit always has the same registers.  With 4, which need 104 registers
-    of the producer, one request with 128 heads and `fp8_ds_mla` entries takes 0.0153 ms instead of 0.0145."""
-    prefetch: bool = False
-    """Whether the rows of the tile after next are prefetched to the L2 cache.  `fp8_ds_mla` entries are faster with
-    it if a CTA has many tiles, and `fp8_v4` entries if it has few; 128 requests with 128 heads and bf16 entries take
-    0.160 ms with it instead of 0.134.  The first two tiles of a CTA are not prefetched: one request took 0.0208 ms
-    instead of 0.0145."""
-    rescale_threshold: int = 8
-    """As in WideConfig."""
-    split_costs: SplitCosts = _SLOT_COSTS
-    """In steps of two tiles.  With `split` of 16, 8 requests with 128 heads and `fp8_ds_mla` entries take 0.0255 ms
-    instead of 0.0215: fewer, longer partitions.  With `least` of 2, one request takes 0.0190 ms instead of 0.0145."""
-
-    def __post_init__(self):
-        _check_registers(self, 40, 56, 72, 88, 104)
-        require(self.units_ahead in (1, 2, 4), self, "units_ahead", "1, 2 or 4, divisors of the units of a tile")
-        _check_threshold(self)
-
-
-def sparse_config(format: str, tiles: int) -> SparseConfig:
-    """The default configuration of a `decode_mla_sparse` call, for entries of a format and key tiles per CTA.
-
-    Calls with few tiles per CTA are slower with prefetching: 8 requests with 128 heads and 2,048 slots (4 tiles) take
-    0.0276 ms instead of 0.0215, and 32 requests (16 tiles) 0.0634 instead of 0.0594.  With an overhead of 2 steps, 64
-    requests with 64 heads and 128 + 512 slots of `fp8_v4` entries stay whole, and take 0.0404 ms instead of 0.0354.
-    With prefetching, these took 0.0300 ms instead of 0.0303, later, and with 128 heads 0.0354 instead of 0.0356 (the
-    least of seven chains, beside other programs).  More tiles per CTA were not timed with the present loads.
-    """
-    if format in ("bf16", "f16"):
-        return SparseConfig()
-    if format == "fp8_v4":
-        return SparseConfig(
-            producer_registers=88, prefetch=tiles < PREFETCHED_TILES, split_costs=replace(_SLOT_COSTS, overhead=1)
-        )
-    return SparseConfig(producer_registers=88, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
+        check_threshold(self)
 
 
 def _check_registers(config, *supported: int) -> None:
@@ -303,6 +242,7 @@ def _check_registers(config, *supported: int) -> None:
     require(ok, config, "producer_registers", f"{', '.join(map(str, others))} or {most}")
 
 
-def _check_threshold(config) -> None:
+def check_threshold(config) -> None:
+    """ValueError unless weights of up to 2**`rescale_threshold` of this configuration fit float16."""
     ok = 0 <= config.rescale_threshold <= 14
     require(ok, config, "rescale_threshold", "0 to 14: weights reach 2**threshold, and float16 at most 65,504")

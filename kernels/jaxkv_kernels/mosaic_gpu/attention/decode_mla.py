@@ -17,13 +17,13 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
     QuantisedWideConfig,
     by_slots,
 )
-from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import decode_by_slots
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import InterpretedLatents
 from jaxkv_kernels.mosaic_gpu.attention.quantised.latents import LatentTiles
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows import attend_few_rows
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.wide import attend_wide
+from jaxkv_kernels.mosaic_gpu.mla_sparse import decode_by_slots
 from jaxkv_kernels.mosaic_gpu.plan_decode import default_config, plan_or_default
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tuning import configuration

@@ -13,7 +13,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
-from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import COLUMN_TILE, STORE, THREADS
+from jaxkv_kernels.mosaic_gpu.ptx.gather import COLUMN_TILE, STORE, THREADS
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, i32, ptx
 
 WARP_ROWS = TILE // 4

@@ -7,11 +7,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
-from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
 from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import HeadTiles
 from jaxkv_kernels.mosaic_gpu.attention.quantised.latents import LatentTiles
 from jaxkv_kernels.mosaic_gpu.attention.quantised.rows import Int8Tiles, Nvfp4Tiles, RowTiles
 from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, KEY_GROUP, N, Tiles
+from jaxkv_kernels.mosaic_gpu.scaling import scale_to_fit
 
 
 class Interpreted(Tiles):

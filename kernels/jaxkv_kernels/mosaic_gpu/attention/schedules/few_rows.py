@@ -59,7 +59,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import CTAS, TILE, FewRowsConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import TILE, FewRowsConfig
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.attention.masks import apply_mask, clear_values, first_seen, is_masked, seen_tokens
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns, PagedKeys
@@ -71,7 +71,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multi
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, filled, over_rows, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import rotary_type, swizzled
-from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan, WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, Plan, WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE
 
 

@@ -48,7 +48,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention import masks, sharing
-from jaxkv_kernels.mosaic_gpu.attention.config import CTAS, PAIR, TILE, QuantisedWideConfig, WideConfig
+from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, QuantisedWideConfig, WideConfig
 from jaxkv_kernels.mosaic_gpu.attention.convert.e4m3 import DTYPE, E4M3Tiles
 from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, half_columns, result_types
@@ -62,7 +62,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import LANE_COLUMNS, ROW, WGMMA, fold_columns, over_columns, zeros
-from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan, WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, Plan, WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.unsupported import ROPE
 
 
