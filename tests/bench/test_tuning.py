@@ -9,10 +9,11 @@ import pytest
 from jaxkv.bench.tuning import configurations, search
 from jaxkv.cli import main
 from jaxkv_kernels import tuning
-from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig, SplitCosts
 from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
+from jaxkv_kernels.mosaic_gpu.mla_sparse import SparseConfig
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import SplitCosts
 
 
 @dataclass(frozen=True)

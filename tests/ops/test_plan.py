@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
 from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import make_plan
 from support import scenes, suites
 from support.cases import slow
 

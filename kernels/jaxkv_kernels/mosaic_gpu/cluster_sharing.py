@@ -18,11 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import CTAS
-from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, HalvesEpilogue, split_scale
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, WGMMA, filled, over_columns
 from jaxkv_kernels.mosaic_gpu.softmax import EMPTY, OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, WorkTile
 
 PLACES = 2
 """Places in device memory for the results of successive work tiles."""

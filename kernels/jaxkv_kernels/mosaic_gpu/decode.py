@@ -8,18 +8,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu import gqa, mla_dense, mla_dense_swap_ab, quantised_swap_ab
-from jaxkv_kernels.mosaic_gpu.attention.config import CTAS
-from jaxkv_kernels.mosaic_gpu.attention.decode_mla_by_slots import decode_by_slots, plan_by_slots
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan, make_plan, shares_keys
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig, QuantisedMLADenseConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
+from jaxkv_kernels.mosaic_gpu.mla_sparse import decode_by_slots, plan_by_slots
 from jaxkv_kernels.mosaic_gpu.paged_tma import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedSwapABConfig, tiles_of
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, Plan, make_plan, most_partitions, shares_keys
 from jaxkv_kernels.tuning import configuration
 
 SWAP_AB_ROWS = 16
@@ -67,7 +65,7 @@ def plan_decode(
         )
     config = configuration(default_config(entry, tokens * heads // pages.num_heads))
     row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
-    partitions = 4 if interpreting.value else max(MULTIPROCESSORS // row_tiles, 1)
+    partitions = most_partitions(row_tiles)
     step = PAIR if isinstance(config, MLADenseConfig | QuantisedMLADenseConfig | GQAConfig) else TILE
     costs, shared = config.split_costs, False
     # A batch-invariant plan must not depend on how many requests there are.

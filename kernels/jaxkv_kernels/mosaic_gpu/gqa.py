@@ -55,9 +55,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR_COSTS, SplitCosts
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
@@ -76,6 +73,14 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
+    PAIR_COSTS,
+    Plan,
+    SplitCosts,
+    WorkTile,
+    load_work_range,
+    load_work_tile,
+)
 from jaxkv_kernels.tuning import require
 
 STATS_AND_BARRIERS = 3 * 1024

@@ -9,8 +9,7 @@ from jaxkv_kernels import adapted, calls
 from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
-from jaxkv_kernels.mosaic_gpu import decode, unsupported
-from jaxkv_kernels.mosaic_gpu.attention import decode_mla_sparse as decode_mla_sparse_kernels
+from jaxkv_kernels.mosaic_gpu import decode, mla_sparse, unsupported
 from jaxkv_kernels.mosaic_gpu.bulk import copy_blocks as copy_blocks_kernels
 from jaxkv_kernels.mosaic_gpu.bulk import read_blocks as read_blocks_kernels
 from jaxkv_kernels.mosaic_gpu.bulk import states as states_kernels
@@ -83,7 +82,7 @@ class MosaicGPU(Kernels):
 
     @supports(_MLA, adapted.reasons(unsupported.decode_mla_sparse), _on(WGMMA))
     def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(decode_mla_sparse_kernels.decode_mla_sparse, call)
+        return adapted.run(mla_sparse.decode_mla_sparse, call)
 
     @supports(_KV, adapted.reasons(unsupported.decode_kv), _on(WGMMA))
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:

@@ -86,9 +86,6 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu import cluster_sharing, masks
-from jaxkv_kernels.mosaic_gpu.attention.config import CTAS, PAIR_COSTS, SplitCosts
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.ptx import conversions_in_place
@@ -101,6 +98,15 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import LANE_COLUMNS, ROW, WGMMA,
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import rotary_type, swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, PAIR, ROPE, TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
+    CTAS,
+    PAIR_COSTS,
+    Plan,
+    SplitCosts,
+    WorkTile,
+    load_work_range,
+    load_work_tile,
+)
 from jaxkv_kernels.tuning import require
 
 DTYPE = jnp.dtype(jnp.float16)

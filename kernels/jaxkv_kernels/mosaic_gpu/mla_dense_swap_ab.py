@@ -60,9 +60,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import CTAS, TILE_COSTS, SplitCosts
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.cluster_sharing import PLACES, Exchange, exchange_types, merge_factors, own_steps
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values, first_seen, is_masked, seen_tokens
@@ -73,6 +70,15 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, filled, ov
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import rotary_type, swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import LATENT, ROPE, TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
+    CTAS,
+    TILE_COSTS,
+    Plan,
+    SplitCosts,
+    WorkTile,
+    load_work_range,
+    load_work_tile,
+)
 from jaxkv_kernels.tuning import require
 
 

@@ -74,10 +74,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.config import TILE_COSTS, SplitCosts
-from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import EXPONENT, INVERSE, LEAST_FACTOR, MOST_FACTOR
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.work import load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
     InterpretedHeads,
@@ -105,8 +101,10 @@ from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, over_columns, over_rows, store, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.scaling import EXPONENT, INVERSE, LEAST_FACTOR, MOST_FACTOR
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import TILE_COSTS, Plan, SplitCosts, load_work_range, load_work_tile
 from jaxkv_kernels.tuning import require
 
 _QUANTISED_TILE_COSTS = replace(TILE_COSTS, least=4)

@@ -3,8 +3,8 @@
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, WGMMA, over_columns
+from jaxkv_kernels.mosaic_gpu.scaling import scale_to_fit
 from jaxkv_kernels.mosaic_gpu.sizes import HALF
 
 

@@ -7,11 +7,10 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 from jaxkv_kernels.mosaic_gpu import combine
-from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
-from jaxkv_kernels.mosaic_gpu.attention.planning import by_kernel
 from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import MOST_REQUESTS, make_plan
 from support import plans
 from support.cases import slow
 from support.compare import assert_same_bits
@@ -103,5 +102,5 @@ def test_two_kernels_compute_it():
 
 
 def test_a_batch_that_the_kernels_have_no_room_for_is_divided_by_xla():
-    _, text = lowered(by_kernel.MOST_REQUESTS + 1, 4)
+    _, text = lowered(MOST_REQUESTS + 1, 4)
     assert not kernel_operands(text)

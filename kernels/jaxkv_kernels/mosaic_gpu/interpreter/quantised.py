@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
 from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
     GROUP,
     INVERSES,
@@ -22,6 +21,7 @@ from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
     RowTiles,
     Tiles,
 )
+from jaxkv_kernels.mosaic_gpu.scaling import scale_to_fit
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
 
 

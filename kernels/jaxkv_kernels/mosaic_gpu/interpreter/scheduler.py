@@ -1,9 +1,9 @@
-"""The vectors of `registers.py` for Pallas's interpreter, which runs no inline PTX."""
+"""The vectors of `tile_scheduler_vectors.py` for Pallas's interpreter, which runs no inline PTX."""
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxkv_kernels.mosaic_gpu.attention.planning.registers import Registers, padded
+from jaxkv_kernels.mosaic_gpu.tile_scheduler_vectors import Registers, padded
 
 
 class InterpretedRegisters(Registers):
@@ -43,8 +43,8 @@ class InterpretedRegisters(Registers):
 
     def cumsum(self, *xs):
         """See `Vectors`."""
-        found = tuple(map(jnp.cumsum, xs))
-        return found if len(xs) > 1 else found[0]
+        sums = tuple(map(jnp.cumsum, xs))
+        return sums if len(xs) > 1 else sums[0]
 
     def reduce(self, loads, splits, load, split, candidate):
         """Maxima and sums, by candidate."""
@@ -64,11 +64,11 @@ class InterpretedRegisters(Registers):
 
     def load(self, ref, count, *row, start=0):
         """Elements of a row; 0 beyond its end."""
-        place, width = self.iota(count) + start, ref.shape[-1]
-        return jnp.where(place < width, ref[...][(*row, jnp.minimum(place, width - 1))], 0)
+        element, width = self.iota(count) + start, ref.shape[-1]
+        return jnp.where(element < width, ref[...][(*row, jnp.minimum(element, width - 1))], 0)
 
     def store_rows(self, ref, columns, start):
         """Stores rows; those beyond the end are dropped."""
         rows = jnp.stack(columns, axis=1)
-        place = jnp.arange(rows.shape[0], dtype=jnp.int32) + start
-        ref[...] = ref[...].at[place].set(rows, mode="drop")
+        row = jnp.arange(rows.shape[0], dtype=jnp.int32) + start
+        ref[...] = ref[...].at[row].set(rows, mode="drop")

@@ -1,6 +1,11 @@
-"""Sparse MLA decode in tiles of 64 rows: each query token attends to slots of its own.
+"""Sparse MLA decode on sm_90, in tiles of 64 rows: each query token attends to slots of its own.
 
-Dense decode of `fp8_ds_mla` entries with more than 16 rows also runs here, with slots from the block table.
+Latents have 512 or 448 values, and rotary parts 64.  To the plan, each query token is a request of its own, with
+`counts` slots.
+
+Dense calls on some quantised entries also run here, with slots from the block table (`decode_by_slots`).  Reading a
+slot adds 4 bytes to the 352 to 656 of each token.  Several query tokens of a request each read its entries again.  With
+a window, a query token has the slots of the tokens in it only.
 
 Work.  A tile is 64 heads of a query token by 64 keys (slots).  A CTA owns one tile of heads and walks its partition of
 the plan: work tiles, each a range of pairs of key tiles of a query token.
@@ -20,21 +25,22 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
                       -> k_free[3], [2]  O0 += P1 K1 left  -> p_ready[1]
                                            arrives k_free[2]
 
-This is the order of `wide.py`.  Copies arrive at k_full when they land, while the producer goes on to the next half.
+This is the order of `mla_dense.py`.  Copies arrive at k_full when they land, while the producer goes on to the next
+half.
 
-`fp8_v4` entries are keys and values as a whole (`gather/joined.py`).  Their rotary parts are the last columns of K, and
-those of the queries the last columns of Q: what this page says of rotary keys and queries does not concern them.  Their
-slots may be in two caches, of which the second one's tiles follow those of the first.
+For `fp8_v4` entries, V is the whole entry, RoPE included: K = V (`gather_fp8_v4.py`).  Their rotary parts are the last
+columns of K, and those of the queries the last columns of Q: what this page says of rotary keys and queries does not
+concern them.  Their slots may be in two caches, of which the second one's tiles follow those of the first.
 
 Tiles of quantised entries are not copied: they pass through registers of the producer, which converts them.  Its loads
-run ahead of its stores, also from one tile or work tile to the next (`gather/tiles.py`), so that the values of a half
+run ahead of its stores, also from one tile or work tile to the next (`gather_keys.py`), so that the values of a half
 are in registers when k_free completes.  Rotary keys of `fp8_ds_mla` entries are copied; the copies start before K0 left
 is stored.  Rotary keys of `fp8` entries are loaded before K0 left is stored, and converted and stored after K0 right.
 
 P0 and P1 use the same shared memory.  The rotary queries stay in shared memory: the registers that hold them in
-`wide.py` belong to the producer here.
+`mla_dense.py` belong to the producer here.
 
-Numerics.  Each key has a factor, by which its values in shared memory are to be multiplied (`gather/scaling.py`).  In
+Numerics.  Each key has a factor, by which its values in shared memory are to be multiplied (`scaling.py`).  In
 nearly all tiles, all factors are 1, and the steps that apply factors are skipped.  In other tiles, scores are
 multiplied by the factors, and the running max is that of score + log2(factor).  So weights,
 exp2(score - running max) * factor, are at most 2**rescale_threshold whatever the scales are.  Row sums are of weights
@@ -48,7 +54,7 @@ Barriers.
     q_free           both consumers have multiplied with the queries for the last time
     k_full[2t + h]   half h of key tile t is in shared memory.  The half that is stored first also covers the factors,
                      and the half that is stored last the rotary keys.  For copies, these are not Pallas's barriers
-                     (`gather/full.py`).
+                     (`gather_keys.py`).
     k_free[2t + h]   the consumer that is the last to multiply this half is done with it.  K1's halves stage the result
                      of a work tile, and are freed once TMA has read it.
     s_issued         S0's products have been issued
@@ -57,42 +63,45 @@ Barriers.
                      row sums of both are in shared memory
 These order every reuse.  P1 overwrites P0 once consumer 1, its only reader, has multiplied it.  The next P0 overwrites
 P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys of a tile are read by one
-consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `wide.py`.
+consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `mla_dense.py`.
 
 Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227; 202 KiB for
 `fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
 """
 
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.addressing.slots import lengths_in_table, slots_for, table_tokens
 from jaxkv_kernels.extra_slots import ExtraSlots
-from jaxkv_kernels.mosaic_gpu.attention.config import SparseConfig
-from jaxkv_kernels.mosaic_gpu.attention.gather.full import CopiedFull, StoredFull
-from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
-from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, async_fence
-from jaxkv_kernels.mosaic_gpu.attention.gather.tiles import (
+from jaxkv_kernels.mosaic_gpu.combine import combine
+from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
+from jaxkv_kernels.mosaic_gpu.gather_fp8_v4 import ExtraRefs, FP8V4Rows, FP8V4Tiles
+from jaxkv_kernels.mosaic_gpu.gather_keys import (
     FACTOR,
     FLAG,
     STATS,
     ConvertedTiles,
+    CopiedBarriers,
     CopiedTiles,
-    ExtraRefs,
-    JoinedTiles,
+    GatheredRows,
+    StoredBarriers,
+    async_fence,
 )
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
-from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
+from jaxkv_kernels.mosaic_gpu.interpreter.gather import InterpretedFP8V4Rows, InterpretedRows
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     COLUMN,
@@ -105,23 +114,240 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     zeros,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
-from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, ROPE, TILE
-from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, PAIR, ROPE, TILE
+from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
+    PAIR_COSTS,
+    Plan,
+    SplitCosts,
+    WorkTile,
+    load_work_range,
+    load_work_tile,
+    plan_slots,
+)
+from jaxkv_kernels.tuning import configuration, require
 
 COLUMNS = 64
 """Columns of queries that are copied at once, if their rotary parts follow the latents: those of a swizzled tile."""
 Q_MAX = 3
 """The row of `stats` with the largest magnitudes of queries that consumer 0 finds; the next is consumer 1's."""
+PREFETCHED_TILES = 32
+"""Key tiles per CTA from which sparse attention to `fp8_ds_mla` entries prefetches: with 64 it takes 1 % less time."""
+_SPLIT_COSTS = replace(PAIR_COSTS, split=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SparseConfig:
+    """`decode_mla_sparse`."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "producer_registers": (40, 56, 72, 88, 104),
+        "units_ahead": (1, 2, 4),
+        "prefetch": (True, False),
+        "rescale_threshold": THRESHOLDS,
+        "split_costs": tuple(replace(_SPLIT_COSTS, overhead=overhead) for overhead in (1, 2, 4)),
+    }
+
+    producer_registers: int = 56
+    """Registers per lane of the producer warpgroup, which holds addresses of rows, the slots of two tiles and, for
+    quantised entries, the units that are being loaded.  The consumers get the rest, 224 each."""
+    units_ahead: int = 2
+    """Units of quantised latents, 16 registers per lane each, that are loaded before the first of them is stored.  A
+    divisor of the 4 units of a tile, so that each unit always has the same registers.  With 4, which need 104 registers
+    of the producer, one request with 128 heads and `fp8_ds_mla` entries takes 0.0153 ms instead of 0.0145."""
+    prefetch: bool = False
+    """Whether the rows of the tile after next are prefetched to the L2 cache.  `fp8_ds_mla` entries are faster with
+    it if a CTA has many tiles, and `fp8_v4` entries if it has few; 128 requests with 128 heads and bf16 entries take
+    0.160 ms with it instead of 0.134.  The first two tiles of a CTA are not prefetched: one request took 0.0208 ms
+    instead of 0.0145."""
+    rescale_threshold: int = 8
+    """As in MLADenseConfig."""
+    split_costs: SplitCosts = _SPLIT_COSTS
+    """In steps of two tiles.  With `split` of 16, 8 requests with 128 heads and `fp8_ds_mla` entries take 0.0255 ms
+    instead of 0.0215: fewer, longer partitions.  With `least` of 2, one request takes 0.0190 ms instead of 0.0145."""
+
+    def __post_init__(self):
+        require(self.producer_registers in (40, 56, 72, 88, 104), self, "producer_registers", "40, 56, 72, 88 or 104")
+        require(self.units_ahead in (1, 2, 4), self, "units_ahead", "1, 2 or 4, divisors of the units of a tile")
+        check_threshold(self)
+
+
+def default_config(format: str, tiles: int) -> SparseConfig:
+    """The default configuration of a `decode_mla_sparse` call, for entries of a format and key tiles per CTA.
+
+    Calls with few tiles per CTA are slower with prefetching: 8 requests with 128 heads and 2,048 slots (4 tiles) take
+    0.0276 ms instead of 0.0215, and 32 requests (16 tiles) 0.0634 instead of 0.0594.  With an overhead of 2 steps, 64
+    requests with 64 heads and 128 + 512 slots of `fp8_v4` entries stay whole, and take 0.0404 ms instead of 0.0354.
+    With prefetching, these took 0.0300 ms instead of 0.0303, later, and with 128 heads 0.0354 instead of 0.0356 (the
+    least of seven chains, beside other programs).  More tiles per CTA were not timed with the present loads.
+    """
+    if format in ("bf16", "f16"):
+        return SparseConfig()
+    if format == "fp8_v4":
+        return SparseConfig(
+            producer_registers=88, prefetch=tiles < PREFETCHED_TILES, split_costs=replace(_SPLIT_COSTS, overhead=1)
+        )
+    return SparseConfig(producer_registers=88, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
+
+
+def decode_mla_sparse(
+    q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, extra=None,
+    *, pages, entry, logit_cap, batch_invariant=False,
+):  # fmt: skip
+    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P] to slots [B, Q, K].
+
+    Returns out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
+    """
+    batch, tokens, heads, _ = q_latent.shape
+    size, lengths = slots.shape[-1], counts
+    if extra is not None:
+        size, lengths = _both(slots, counts, extra)
+    costs = config_of(entry, queries=batch * tokens, size=size, heads=heads).split_costs
+    plan_of = partial(
+        plan_slots, size=size, heads=heads, costs=costs,
+        batch_invariant=batch_invariant,
+    )  # fmt: skip
+    if lengths is None:
+        with jax.ensure_compile_time_eval():
+            plan = plan_of(jnp.full(batch * tokens, size, jnp.int32))
+            plan = replace(plan, whole=not bool((plan.split_requests[:, 0] >= 0).any()))
+    else:
+        plan = plan_of(lengths.reshape(-1), by_kernel=not interpreting.value)
+    return decode_slots(
+        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
+        pages=pages, entry=entry, logit_cap=logit_cap,
+    )  # fmt: skip
+
+
+def _both(slots, counts, extra: ExtraSlots) -> tuple[int, Any]:
+    """The size of a list of the slots of both caches, and the lengths [B, Q] of such lists, or None if all are `size`.
+
+    In such a list, the slots of the first cache take whole pairs of tiles, whether they are used or not.
+    """
+    size, second = slots.shape[-1], extra.slots.shape[-1]
+    first = -(-size // PAIR) * PAIR
+    if extra.counts is None:
+        return first + second, None
+    counts = size if counts is None else jnp.minimum(counts, size)
+    return first + second, jnp.where(extra.counts > 0, first + jnp.minimum(extra.counts, second), counts)
+
+
+def config_of(entry, *, queries: int, size: int, heads: int) -> SparseConfig:
+    """The configuration of a call whose `queries` query tokens have up to `size` slots: the user's, or the default."""
+    tiles = queries * -(-size // TILE) * -(-heads // TILE)
+    return configuration(default_config(entry.format, tiles // MULTIPROCESSORS))
+
+
+def decode_slots(
+    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, counts=None,
+    extra: ExtraSlots | None = None, *, pages, entry, logit_cap,
+):  # fmt: skip
+    """`decode_mla_sparse` with a plan, in which each query token is a request."""
+    batch, tokens, size = slots.shape
+    if extra is not None:
+        size, _ = _both(slots, counts, extra)
+    config = config_of(entry, queries=batch * tokens, size=size, heads=q_latent.shape[2])
+    return _decode(
+        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
+        pages=pages, entry=entry, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
+    )  # fmt: skip
+
+
+@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "config", "interpret"))
+def _decode(
+    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
+    *, pages, entry, logit_cap, config, interpret,
+):  # fmt: skip
+    batch, tokens, heads, _ = q_latent.shape
+    requests = batch * tokens
+    slots = slots.reshape(requests, slots.shape[-1])
+    pad = ((0, 0), (0, -heads % 8), (0, 0))  # TMA tiles are of 8 rows
+    q_latent, q_pe = (jnp.pad(q.reshape(requests, heads, -1), pad) for q in (q_latent, q_pe))
+    if sinks is not None:
+        sinks = jnp.pad(sinks, (0, -heads % TILE))
+    rows: Any = (InterpretedRows if interpret else GatheredRows)(pages, entry, buffer.dtype.itemsize)
+    if entry.codec.rope_in_values:
+        sources = [rows]
+        if extra is not None:
+            sources.append(GatheredRows(extra.pages, extra.entry, extra.buffer.dtype.itemsize))
+        first_tiles = 2 * -(-slots.shape[-1] // PAIR)
+        rows = (InterpretedFP8V4Rows if interpret else FP8V4Rows)(tuple(sources), first_tiles)
+    if extra is None:
+        counts = None  # the plan knows them
+    else:
+        extra = replace(extra, slots=extra.slots.reshape(requests, -1))
+    out, lse, split_out, split_lse, split_scale = attend_slots(
+        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, extra,
+        counts=None if counts is None else counts.reshape(-1), rows=rows, logit_cap=logit_cap, config=config,
+        interpret=interpret,
+    )  # fmt: skip
+    if not plan.whole:
+        out, lse = combine(
+            out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks
+        )
+    return out[:, :heads].reshape(batch, tokens, heads, -1), lse[:, :heads].reshape(batch, tokens, heads)
+
+
+def decode_by_slots(
+    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, plan: Plan | None,
+    *, pages, entry, logit_cap, window,
+):  # fmt: skip
+    """Maps q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    batch, tokens, heads, _ = q_latent.shape
+    size = _most_slots(block_tables, pages, window)
+    if window is None:
+        positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+        slots = slots_for(block_tables, positions, block_size=pages.block_size)
+        slots = jnp.broadcast_to(slots[:, None], (batch, tokens, size))
+    else:
+        first = jnp.maximum(_ends(block_tables, seq_lens, pages, tokens) - window, 0)
+        positions = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(batch, -1)
+        slots = slots_for(block_tables, positions, block_size=pages.block_size).reshape(batch, tokens, size)
+    if plan is None:
+        plan = plan_by_slots(
+            block_tables, seq_lens,
+            pages=pages, entry=entry, heads=heads, tokens=tokens, window=window, batch_invariant=False,
+        )  # fmt: skip
+    return decode_slots(
+        q_latent, q_pe, buffer, slots, None, layer, scale, None, plan, pages=pages, entry=entry, logit_cap=logit_cap
+    )
+
+
+def plan_by_slots(
+    block_tables, seq_lens, *, pages, entry, heads: int, tokens: int, window, batch_invariant: bool
+) -> Plan:
+    """The schedule of such calls: query token t of a request sees all but the last `tokens` - 1 - t slots."""
+    counts = _ends(block_tables, seq_lens, pages, tokens).reshape(-1)
+    size = _most_slots(block_tables, pages, window)
+    if window is not None:
+        counts = jnp.minimum(counts, window)
+    costs = config_of(entry, queries=counts.size, size=size, heads=heads).split_costs
+    return plan_slots(
+        counts, size=size, heads=heads, costs=costs, batch_invariant=batch_invariant,
+        by_kernel=not interpreting.value,
+    )  # fmt: skip
+
+
+def _ends(block_tables, seq_lens, pages, tokens: int):
+    """The position after the last token that each query token sees, int32 [B, tokens]."""
+    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
+    return jnp.maximum(lengths[:, None] - jnp.arange(tokens - 1, -1, -1, dtype=jnp.int32), 0)
+
+
+def _most_slots(block_tables, pages, window: int | None) -> int:
+    """The most tokens that a query token sees."""
+    size = table_tokens(block_tables, pages.block_size)
+    return size if window is None else min(size, window)
 
 
 def attend_slots(
     q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, extra: ExtraSlots | None = None,
-    *, counts=None, rows: GatheredRows | JoinedRows, logit_cap, config: SparseConfig, interpret,
+    *, counts=None, rows: GatheredRows | FP8V4Rows, logit_cap, config: SparseConfig, interpret,
 ):  # fmt: skip
     """Results of whole query tokens, and of splits (`result_types`).
 
     q_latent [N, heads rounded up to 8, R], slots [N, K], sinks [heads rounded up to 64] or None.  Entries are
-    multiplied by `kv_scale` unless that is None.  R is 512, or 448.  With `JoinedRows`, rotary parts then follow, as
+    multiplied by `kv_scale` unless that is None.  R is 512, or 448.  With `FP8V4Rows`, rotary parts then follow, as
     part of keys and values.  With other rows, queries and keys in shared memory end with zeros, and the last columns of
     the output are not stored.
 
@@ -130,9 +356,9 @@ def attend_slots(
     """
     batch, heads, latent = q_latent.shape
     tiles = -(-heads // TILE)
-    is_joined = isinstance(rows, JoinedRows)
+    rope_in_values = isinstance(rows, FP8V4Rows)
     copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
-    width = latent + q_pe.shape[-1] if is_joined else latent
+    width = latent + q_pe.shape[-1] if rope_in_values else latent
     stored = min(heads, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
     dtype, k_dtype = q_latent.dtype, rows.latent_dtype
     kv_scales = [] if kv_scale is None else [jnp.reshape(kv_scale, (1,))]
@@ -169,11 +395,11 @@ def attend_slots(
             pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, group, wg = (lax.axis_index(axis) for axis in ("partition", "group", "wg"))
         first_row = group * TILE
-        k_full: Any = CopiedFull(stats) if copied else StoredFull([one.at[3 + n] for n in range(4)])
+        k_full: Any = CopiedBarriers(stats) if copied else StoredBarriers([one.at[3 + n] for n in range(4)])
         k_full.start()
 
         def fetch_queries(request):
-            if is_joined:
+            if rope_in_values:
                 for n in range(width // COLUMNS):
                     ref, first = (q_ref, n * COLUMNS) if n * COLUMNS < latent else (qr_ref, n * COLUMNS - latent)
                     some = ref.at[request, pl.ds(first_row, TILE), pl.ds(first, COLUMNS)]
@@ -188,10 +414,23 @@ def attend_slots(
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             first, end, first_tile = load_work_range(partitions_ref, partition)
             gather_tiles: Any = ConvertedTiles if rows.quantised else CopiedTiles
-            if is_joined:
+            if rope_in_values:
                 extra_kv = ExtraRefs(extra_refs[0], extra_refs[1], extra_refs[2][0]) if extra_refs else None
-                gather_tiles = partial(JoinedTiles, extra=extra_kv, count_ref=count_refs[0] if count_refs else None)
-            gather = gather_tiles(config, rows, kv_ref, zero_ref, slot_ref, k, r, stats, k_full, k_free, interpret)
+                gather_tiles = partial(FP8V4Tiles, extra=extra_kv, count_ref=count_refs[0] if count_refs else None)
+            gather = gather_tiles(
+                rows,
+                config.prefetch,
+                config.units_ahead,
+                kv_ref,
+                zero_ref,
+                slot_ref,
+                k,
+                r,
+                stats,
+                k_full,
+                k_free,
+                interpret,
+            )
             load_tile = partial(load_work_tile, work_tiles_ref)
             gather.run(layer_ref[0], first, end, first_tile, load_tile, q_free, fetch_queries)
 
@@ -220,7 +459,7 @@ def attend_slots(
                     return filled(ROW, 1.0, TILE) * scale
                 return fit_queries(side, (q_in, q), (qr_in, qr), stats, Q_MAX, wait_for_both) * scale
 
-            def scores(row_scale, i, turn, last):
+            def scores(row_scale, i, phase, last):
                 """Scores of this side's tile plus logarithms of factors, and a function that sums its weights."""
                 z = opaque_zero(i)
                 tile = z + side
@@ -230,15 +469,15 @@ def attend_slots(
                     if side == 1:
                         plgpu.barrier_wait(s_issued)
                     for half in (near, far):
-                        k_full.wait(2 * side + half, turn)
+                        k_full.wait(2 * side + half, phase)
                         async_fence(interpret=interpret)
-                        if is_joined:
+                        if rope_in_values:
                             for n in range(HALF // COLUMNS):
                                 keys = k.at[tile, half, :, pl.ds(n * COLUMNS, COLUMNS)]
                                 plgpu.wgmma(acc, q.at[z + (half * HALF // COLUMNS + n)], keys.transpose((1, 0)))
                         else:
                             plgpu.wgmma(acc, q.at[z + half], k.at[tile, half].transpose((1, 0)))
-                    if not is_joined:
+                    if not rope_in_values:
                         plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
@@ -299,9 +538,9 @@ def attend_slots(
                 z = opaque_zero(i)
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=operand)
 
-            def pair0(row_scale, last, turns, i, carry):
+            def pair0(row_scale, last, pairs_before, i, carry):
                 acc, old_max, row_sum = carry
-                s, row_sums = scores(row_scale, i, turns + i, last)
+                s, row_sums = scores(row_scale, i, pairs_before + i, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = weights(s, max0, row_sums)
                 share_weights(w16, 0)
@@ -319,9 +558,9 @@ def attend_slots(
 
                 return acc, max1, row_sum
 
-            def pair1(row_scale, last, turns, i, carry):
+            def pair1(row_scale, last, pairs_before, i, carry):
                 acc, old_max, row_sum = carry
-                s, row_sums = scores(row_scale, i, turns + i, last)
+                s, row_sums = scores(row_scale, i, pairs_before + i, last)
                 plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
@@ -344,7 +583,7 @@ def attend_slots(
             step = (pair0, pair1)[side]
 
             def run(n, state: tuple[WorkTile, Any]):
-                tile, turns = state  # turns: pairs before this work tile
+                tile, pairs_before = state  # pairs_before: pairs before this work tile
                 ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
                 request, begin, end, _, _, split, _ = tile
                 plgpu.barrier_wait(q_full)
@@ -354,7 +593,7 @@ def attend_slots(
                     stats[0] = softmax.empty_max(TILE)
                 carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
                 acc, running_max, row_sum = lax.fori_loop(
-                    begin, end, partial(step, row_scale, last, turns - begin), carry
+                    begin, end, partial(step, row_scale, last, pairs_before - begin), carry
                 )
 
                 stage = stages.at[opaque_zero(last) + 1, side]
@@ -362,7 +601,7 @@ def attend_slots(
                 epilogue.store(side, acc, row_sum, running_max, request, split, stage, *own_sinks)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(k_free[2 + side])
-                return ahead, turns + (end - begin)
+                return ahead, pairs_before + (end - begin)
 
             lax.fori_loop(first, end, run, (first_tile, jnp.int32(0)))
 
@@ -396,12 +635,12 @@ def attend_slots(
         thread_name="wg",
         kernel_name="decode_mla_sparse",
         scratch_types={
-            "q": viewed(width // COLUMNS, TILE, COLUMNS) if is_joined else viewed(2, TILE, HALF),
+            "q": viewed(width // COLUMNS, TILE, COLUMNS) if rope_in_values else viewed(2, TILE, HALF),
             "k": viewed(2, 2, TILE, HALF),
             **rotary,
             "p": swizzled(TILE, TILE, dtype=k_dtype),
             "stats": plgpu.SMEM((STATS, TILE), jnp.float32),
-            "q_full": plgpu.Barrier(num_arrivals=width // COLUMNS if is_joined else 3),
+            "q_full": plgpu.Barrier(num_arrivals=width // COLUMNS if rope_in_values else 3),
             "one_arrives": plgpu.Barrier(num_barriers=3 if copied else 7),
             "k_free": plgpu.Barrier(num_barriers=4),
             "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),

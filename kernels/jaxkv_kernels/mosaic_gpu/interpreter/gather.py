@@ -1,4 +1,4 @@
-"""The loader of `rows.py` for Pallas's interpreter, which runs no inline PTX."""
+"""The loaders of `gather_keys.py` and `gather_fp8_v4.py` for Pallas's interpreter, which runs no inline PTX."""
 
 import jax.numpy as jnp
 from jax import lax
@@ -6,9 +6,9 @@ from jax.experimental import pallas as pl
 
 from jaxkv_kernels.formats.fp4 import from_e2m1, from_e8m0
 from jaxkv_kernels.formats.latents.nvfp4_ds_mla import COLUMNS
-from jaxkv_kernels.mosaic_gpu.attention.gather.joined import JoinedRows
-from jaxkv_kernels.mosaic_gpu.attention.gather.rows import CHUNK, LINE, GatheredRows
-from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
+from jaxkv_kernels.mosaic_gpu.gather_fp8_v4 import FP8V4Rows
+from jaxkv_kernels.mosaic_gpu.gather_keys import CHUNK, LINE, GatheredRows
+from jaxkv_kernels.mosaic_gpu.scaling import (
     E8M0_RANGE,
     EXPONENT,
     LARGEST,
@@ -27,11 +27,11 @@ class InterpretedRows(GatheredRows):
         """The bytes of the buffer; a copy if its dtype is wider."""
         return lax.bitcast_convert_type(buffer, jnp.uint8).reshape(-1)
 
-    def slots(self, slot_ref, request, tile, length):
+    def load_slots(self, slot_ref, request, tile, length):
         """The slots of a tile, [64]; -1 at positions from `length` on."""
         position = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
-        found = slot_ref[...][request, jnp.minimum(position, slot_ref.shape[1] - 1)]
-        return jnp.where(position < length, found, -1)
+        slots = slot_ref[...][request, jnp.minimum(position, slot_ref.shape[1] - 1)]
+        return jnp.where(position < length, slots, -1)
 
     def spread(self, slots):
         """Returns `slots`: every step has those of all rows."""
@@ -111,8 +111,8 @@ class InterpretedRows(GatheredRows):
         return jnp.where(valid[:, None], kv_ref[...][byte], jnp.uint8(0))
 
 
-class InterpretedJoined(JoinedRows):
-    """The operations of `JoinedRows` on arrays whose axis 0 is the rows of a tile.
+class InterpretedFP8V4Rows(FP8V4Rows):
+    """The operations of `FP8V4Rows` on arrays whose axis 0 is the rows of a tile.
 
     An address is a slot of one of the two caches; it is negative if the key is masked.
     """
@@ -121,13 +121,13 @@ class InterpretedJoined(JoinedRows):
         """The bytes of the buffer."""
         return lax.bitcast_convert_type(buffer, jnp.uint8).reshape(-1)
 
-    def find(self, slot_refs, count_ref, request, tile, length):
+    def load_slots(self, slot_refs, count_ref, request, tile, length):
         """Slots [64]; -1 past the end of a list."""
         position = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
 
         def slots(ref, position, length):
-            found = ref[...][request, jnp.clip(position, 0, ref.shape[1] - 1)]
-            return jnp.where((position >= 0) & (position < length), found, -1)
+            loaded = ref[...][request, jnp.clip(position, 0, ref.shape[1] - 1)]
+            return jnp.where((position >= 0) & (position < length), loaded, -1)
 
         if len(slot_refs) == 1:
             return slots(slot_refs[0], position, length)
@@ -136,10 +136,10 @@ class InterpretedJoined(JoinedRows):
         second = slots(slot_refs[1], position - after, length - after)
         return jnp.where(position < after, slots(slot_refs[0], position, first), second)
 
-    def locate(self, kv_refs, zero_ref, places, tile, found):
+    def locate(self, kv_refs, zero_ref, layers, tile, slots):
         """The bytes of entries [64, 576], and their scales [64, 8]; whether keys are not masked."""
-        sources = zip(self.sources, kv_refs, places, strict=True)
-        read = [self._read(rows, ref, layer, limit, found) for rows, ref, (layer, limit) in sources]
+        sources = zip(self.sources, kv_refs, layers, strict=True)
+        read = [self._read(rows, ref, layer, limit, slots) for rows, ref, (layer, limit) in sources]
         entries, scales, valid = read[0]
         if len(read) > 1:
             entries, scales, valid = (jnp.where(tile < self.first_tiles, a, b) for a, b in zip(*read, strict=True))
@@ -148,13 +148,13 @@ class InterpretedJoined(JoinedRows):
     @staticmethod
     def _read(rows, kv_ref, layer, limit, slots):
         valid = (slots >= 0) & (slots < limit)
-        found = []
+        regions = []
         for region, parts in enumerate(rows.entry.regions()):
             count = sum(part.nbytes for part in parts)
             first = rows.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x, region)
             raw = kv_ref[...][first[:, None] + jnp.arange(count, dtype=jnp.int32)]
-            found.append(jnp.where(valid[:, None], raw, jnp.uint8(0)))
-        return *found, valid
+            regions.append(jnp.where(valid[:, None], raw, jnp.uint8(0)))
+        return *regions, valid
 
     def load(self, zero_ref, own, unit):
         """A unit of the rows, bytes [64, n]."""

@@ -1,24 +1,40 @@
-"""The loader of entries at chosen slots: how they reach the shared memory that wgmma reads.
+"""The producer of sparse attention: gathers keys of chosen slots into the shared memory that wgmma reads.
 
-TMA has no gather on Hopper, so a warpgroup gathers, 16 bytes (a chunk) per lane and instruction.
+TMA has no gather on Hopper, so a warpgroup gathers, 16 bytes (a chunk) per lane and instruction, pair of tiles by pair,
+for the consumers of `mla_sparse.py`.
 
 Entries of bf16 and f16 are copied to swizzled shared memory without passing through registers (`cp.async`).  A lane has
 row 4 * warp + lane // 8 of every 16 rows, and copies one chunk of each line (128 bytes) of these rows.  It computes the
 addresses of its four rows once, for all lines.
 
 Quantised entries pass through registers, where e4m3 and e2m1 values are converted to float16 between load and store.
-Values of entries with scales are multiplied by them there (`scaling.py`, `narrow.py`).  The single scale of all `fp8`
-entries is applied to scores and results instead.  The latents of a tile of 64 rows move in units of 8 KiB, one chunk of
-four rows per lane: 128 e4m3 values of each entry, which in `fp8_ds_mla` are a scale group, or 256 e2m1 values.  A lane
-has row 4 * warp + lane % 4 of every 16 rows, and a chunk that depends on the quarter lane // 8 and on lane // 4 % 2. So
-the eight lanes that share a phase of a shared-memory access have four rows and two chunks, which the 128-byte swizzle
+Values of entries with scales are multiplied by them there (`scaling.py`).  The single scale of all `fp8` entries is
+applied to scores and results instead.  The latents of a tile of 64 rows move in units of 8 KiB, one chunk of four rows
+per lane: 128 e4m3 values of each entry, which in `fp8_ds_mla` are a scale group, or 256 e2m1 values.  A lane has row
+4 * warp + lane % 4 of every 16 rows, and a chunk that depends on the quarter lane // 8 and on lane // 4 % 2.  So the
+eight lanes that share a phase of a shared-memory access have four rows and two chunks, which the 128-byte swizzle
 spreads over all banks.  Latents of 448 values are followed by zeros.  bf16 rotary keys need no conversion, and are
 copied.  e4m3 rotary keys are 64 bytes: each lane loads chunks of two rows before the latents of the tile are stored,
 and stores them after these.
 
 A row has one slot and one set of scales.  A lane loads those of a single row, called its own row: one of the 16 rows of
 its warp, or half of those of this row.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or
-past the cache, or position past the count) is a row of zeros with factor -1."""
+past the cache, or position past the count) is a row of zeros with factor -1.
+
+Timeline.  Two tiles before a tile is fetched, its slots are loaded and, with `prefetch`, its rows are prefetched to the
+L2 cache.
+
+Tiles of bf16 and f16 are copied half by half, as soon as consumers free the halves that hold the previous pair.  No
+lane of the producer waits for a copy.
+
+Tiles of quantised entries are stored unit by unit.  Loads run ahead of stores by a ring of units, also from one tile
+or work tile to the next: while a unit is converted and stored, the next ones are being loaded.  Scales are loaded a
+tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
+
+Barriers.  Consumers wait for half a tile of keys, which the producer's lanes store or copy to shared memory.  Copies
+(`cp.async`) are asynchronous.  A lane therefore requests an arrival, which takes effect once its copies have
+landed (`cp.async.mbarrier.arrive`).  Pallas has no such arrivals, so the barriers of copied tiles are words of `stats`.
+"""
 
 from dataclasses import dataclass
 from functools import partial
@@ -27,17 +43,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.format import Part
-from jaxkv_kernels.mosaic_gpu.attention.gather import lanes, narrow
+from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
 from jaxkv_kernels.mosaic_gpu.runtime.elements import array
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT
+
+LINE = lanes.LINE
+"""Bytes of each entry in a unit."""
+CHUNK = 16
+"""Bytes of a chunk."""
+ROPE_ROWS = 2
+"""Rows, of its four, whose e4m3 rotary keys a lane loads.  A row has only four chunks, for eight lanes."""
+FACTOR, FLAG, STATS = 5, 7, 8
+"""Rows of `stats`: the first of the two with factors, one per tile; the flags of tiles with factors other than 1, four
+per tile.  The last is the number of rows."""
+HALVES = 4
+"""Halves of the two tiles of a pair, numbered 2 * tile + half."""
 
 
 def lane_registers(per_lane: int) -> Any:
@@ -50,14 +80,24 @@ def lane_array(per_lane: int) -> Any:
     return plgpu.ShapeDtypeStruct((lanes.THREADS * per_lane,), jnp.dtype(jnp.int32), layout=lane_registers(per_lane))
 
 
-LINE = lanes.LINE
-"""Bytes of each entry in a unit."""
-CHUNK = 16
-"""Bytes of a chunk."""
 OWN, FOUR = lane_registers(1), lane_registers(4)
 """The slot of a lane's own row; the slots of four rows, or four words of its own row."""
-ROPE_ROWS = 2
-"""Rows, of its four, whose e4m3 rotary keys a lane loads.  A row has only four chunks, for eight lanes."""
+
+
+def word_list(held) -> list[Any]:
+    """The words of an array of one register per lane."""
+    return lanes.words(held.registers.item())
+
+
+def _word(held) -> Any:
+    """The word of an array of one word per lane."""
+    (word,) = word_list(held)
+    return word
+
+
+def ref_type(dtype) -> Any:
+    """The type of references to the swizzled shared memory that tiles are stored to."""
+    return plgpu.RefType(swizzled(1, dtype=dtype).transforms)
 
 
 @dataclass(frozen=True)
@@ -180,12 +220,12 @@ class GatheredRows:
             return first + part.offset, part.step or 0
         return first, (pages.token_stride if pages.block_size > 1 else pages.block_stride) * self.itemsize
 
-    def slots(self, slot_ref, request, tile, length):
+    def load_slots(self, slot_ref, request, tile, length):
         """The slots of a tile of keys, in each lane that of its own row; -1 at positions from `length` on."""
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=lane_array(1))
-        def load(_, ref, *place):
-            return array([[lanes.load_slots(ref, *(x.registers.item() for x in place))]], OWN)
+        def load(_, ref, *indices):
+            return array([[lanes.load_slots(ref, *(x.registers.item() for x in indices))]], OWN)
 
         return load(slot_ref, request, tile, length)
 
@@ -247,10 +287,10 @@ class GatheredRows:
         def load(_, kv, zero, slots, layer, limit):
             (row,) = self._rows(kv, zero, slots, layer, limit)
             if self.scale_dtype == "e8m0":
-                found = narrow.load_eight(row, self.part("scales"), by_half=self._scales_by_half)
+                scales = lanes.load_eight(row, self.part("scales"), by_half=self._scales_by_half)
             else:
-                found = lanes.load_scales(row, self.part("scales"), by_half=self._scales_by_half)
-            return array([found], lane_registers(count))
+                scales = lanes.load_scales(row, self.part("scales"), by_half=self._scales_by_half)
+            return array([scales], lane_registers(count))
 
         return load(kv_ref, zero_ref, slots, layer, limit)
 
@@ -271,8 +311,8 @@ class GatheredRows:
                 return_type=lane_array(4 * ROPE_ROWS),
             )
             def load(_, kv, zero, slots, layer, limit):
-                found = lanes.load_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"))
-                return array(found, lane_registers(4 * ROPE_ROWS))
+                chunks = lanes.load_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"))
+                return array(chunks, lane_registers(4 * ROPE_ROWS))
 
             return load(kv_ref, zero_ref, slots, layer, limit)
 
@@ -347,7 +387,7 @@ class GatheredRows:
         if self.scale_dtype == "float32":
             return lanes.scales(raw)
         padding = sum(part.nbytes for part in self.entry.parts() if part.name == "padding")
-        return narrow.e8m0_scales(raw, padding=padding)
+        return lanes.e8m0_scales(raw, padding=padding)
 
     def store(self, unit: Unit, stage: int, k_ref, raw, scales) -> None:
         """Converts a unit of latents, and stores it to `k_ref` [2, 2, 64, 256]."""
@@ -355,13 +395,13 @@ class GatheredRows:
 
         @plgpu.inline_mgpu(arg_types=(ref_type(self.latent_dtype), lane_registers(16), *scaled))
         def store(_, ref, raw, *scales):
-            found = word_list(*scales) if scales else []
+            held = word_list(*scales) if scales else []
             if self.stored == "e4m3":
-                scale_of = partial(lanes.scale_of_group, found, group=unit.number) if scaled else None
+                scale_of = partial(lanes.scale_of_group, held, group=unit.number) if scaled else None
                 lanes.store_e4m3(ref, raw, scale_of, stage, unit.number)
             else:
-                of_half = narrow.e8m0_of_e2m1 if self.scale_dtype == "e8m0" else narrow.e4m3_of_e2m1
-                narrow.store_e2m1(ref, raw, partial(of_half, found, half=unit.number), stage, unit.number)
+                of_half = lanes.e8m0_of_e2m1 if self.scale_dtype == "e8m0" else lanes.e4m3_of_e2m1
+                lanes.store_e2m1(ref, raw, partial(of_half, held, half=unit.number), stage, unit.number)
 
         store(k_ref, raw, *([scales] if scaled else []))
 
@@ -370,20 +410,47 @@ class GatheredRows:
         return lanes.rows(self, kv, zero, word_list(slots), layer.registers.item(), limit.registers.item())
 
 
-def word_list(held) -> list[Any]:
-    """The words of an array of one register per lane."""
-    return lanes.words(held.registers.item())
+@dataclass(frozen=True)
+class StoredBarriers:
+    """Barriers of tiles that lanes store."""
+
+    barriers: Any
+
+    def start(self) -> None:
+        """Does nothing, because Pallas initializes its barriers itself."""
+
+    def arrive(self, n: int) -> None:
+        """Signals that the calling lane of the producer has stored its chunks of a half."""
+        plgpu.barrier_arrive(self.barriers[n])
+
+    def wait(self, n: int, phase) -> None:
+        """Waits for a half; `phase` counts the pairs."""
+        del phase
+        plgpu.barrier_wait(self.barriers[n])
 
 
-def _word(held) -> Any:
-    """The word of an array of one word per lane."""
-    (word,) = word_list(held)
-    return word
+@dataclass(frozen=True)
+class CopiedBarriers:
+    """Barriers of tiles that are copied.  A lane arrives twice: for the factors that it stored, and for its copies."""
 
+    stats: Any
 
-def ref_type(dtype) -> Any:
-    """The type of references to the swizzled shared memory that tiles are stored to."""
-    return plgpu.RefType(swizzled(1, dtype=dtype).transforms)
+    def start(self) -> None:
+        """Initializes the barriers; all lanes of the CTA call this."""
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.start_barriers(ref, HALVES))(self.stats)
+
+    def arrive(self, n: int) -> None:
+        """Signals that the calling lane of the producer has started the last of its copies of a half."""
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.arrive(ref, n))(self.stats)
+
+    def wait(self, n: int, phase) -> None:
+        """Waits for a half; `phase` counts the pairs."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+        def wait(_, ref, phase):
+            lanes.wait(ref, n, phase.registers.item())
+
+        wait(self.stats, phase)
 
 
 def async_fence(*, interpret: bool) -> None:
@@ -391,3 +458,198 @@ def async_fence(*, interpret: bool) -> None:
     if interpret:
         return
     plgpu.inline_mgpu()(lambda _: ptx("fence.proxy.async.shared::cta;"))()
+
+
+@dataclass(frozen=True)
+class GatherTiles:
+    """The sources and destinations of tiles, and the barriers between producer and consumers."""
+
+    rows: Any
+    """`GatheredRows`, or `FP8V4Rows`."""
+    prefetch: bool
+    units_ahead: int
+    """See `SparseConfig`."""
+    kv_ref: Any
+    zero_ref: Any
+    slot_ref: Any
+    k: Any
+    r: Any
+    stats: Any
+    k_full: Any
+    """`StoredBarriers` or `CopiedBarriers`.  Barrier 2 * tile + half: that half is full; for the far half, also rotary
+    keys."""
+    k_free: Any
+    interpret: bool
+
+    def run(self, layer, first, end, first_tile, load_work_tile, q_free, fetch_queries) -> None:
+        """Gathers the keys of the work tiles from `first`, whose columns are `first_tile`, to `end`.
+
+        Also fetches their queries.  `load_work_tile` loads the columns of a work tile.  `fetch_queries` fetches the
+        queries of a request; it is called once `q_free` has completed.
+        """
+        layer, limit = self._layer_and_limit(self.rows.pages, layer)
+
+        def work_of(tile, n):
+            """Request, first pair, end of the pairs, and slots to attend to: none past the last work tile."""
+            return tile.request, tile.begin, tile.end, jnp.where(n < end, tile.keys, 0)
+
+        def load_work(n):
+            return work_of(load_work_tile(n), n)
+
+        def work_tile(n, carry):
+            request, begin, stop, keys = load_work(n)
+
+            def pair(i, carry):
+                used, state = carry
+
+                def of_next_work_tile():  # loaded when it is needed: registers are scarce
+                    request, begin, _, keys = load_work(n + 1)
+                    return request, begin, keys
+
+                following, next_pair, next_keys = lax.cond(
+                    i + 1 < stop, lambda: (request, i + 1, keys), of_next_work_tile
+                )
+                beyond = [(following, 2 * next_pair + tile, next_keys) for tile in range(2)]
+
+                def after_tile_0():
+                    @pl.when((i == begin) & (n > first))
+                    def _():
+                        plgpu.barrier_wait(q_free)
+                        fetch_queries(request)
+
+                return used + 1, self._fetch_pair(layer, limit, used, state, beyond, after_tile_0)
+
+            return lax.fori_loop(begin, stop, pair, carry)
+
+        request, begin, _, keys = work_of(first_tile, first)
+
+        @pl.when(end > first)
+        def _():
+            fetch_queries(request)
+
+        slots = tuple(self._load_slots(request, 2 * begin + tile, keys) for tile in range(2))
+        lax.fori_loop(first, end, work_tile, (jnp.int32(0), self._start(layer, limit, slots)))
+
+        @pl.when(end > first)
+        def _():  # every completion of a barrier must be waited for
+            plgpu.barrier_wait(q_free)
+            for half in range(4):
+                plgpu.barrier_wait(self.k_free[half])
+
+    def _layer_and_limit(self, pages, layer) -> tuple[Any, Any]:
+        """A layer of a cache, and the end of its slots: 0 if there is no such layer."""
+        in_cache = (layer >= 0) & (layer < pages.num_layers)
+        return jnp.where(in_cache, layer, 0), jnp.where(in_cache, pages.num_slots, 0)
+
+    def _start(self, layer, limit, slots) -> Any:
+        """The state before the first pair, whose slots are `slots`, tile by tile."""
+        raise NotImplementedError
+
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0) -> Any:
+        """Fetches the two tiles of a pair, and returns the state before the next pair.
+
+        `used` is the number of pairs before this one.  `beyond` has the request, tile and number of keys of each tile
+        of the next pair.  `after_tile_0` is called after tile 0 has been fetched.
+        """
+        raise NotImplementedError
+
+    def _load_slots(self, request, tile, keys):
+        return self.rows.load_slots(self.slot_ref, request, tile, keys)
+
+    def _wait_free(self, tile, half, used):
+        @pl.when(used > 0)
+        def _():
+            plgpu.barrier_wait(self.k_free[2 * tile + half])
+
+    def _stored(self, half):
+        """Signals that a half is stored, or that its copies have been started: every lane arrives.
+
+        The consumers make the half visible to wgmma.  A fence here might wait for loads that have not finished.
+        """
+        if self.interpret:
+            plgpu.commit_smem()
+        self.k_full.arrive(half)
+
+
+class CopiedTiles(GatherTiles):
+    """For entries that are copied as they are.  The state is the slots of the next pair."""
+
+    def _start(self, layer, limit, slots):
+        return slots
+
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0):
+        coming = tuple(self._load_slots(*tile) for tile in beyond)
+        for tile, slots in enumerate(state):
+            for half in (tile, 1 - tile):
+                self._wait_free(tile, half, used)
+                if half == tile:
+                    self.rows.factors(self.stats, FACTOR + tile, (FLAG, 4 * tile), slots, limit, None)
+                rope = [] if half == tile else [self.r]
+                self.rows.copy(self.kv_ref, slots, layer, limit, tile, half, self.k, *rope)
+                self._stored(2 * tile + half)
+            if self.prefetch:
+                self.rows.prefetch(self.kv_ref, self.zero_ref, self.rows.spread(coming[tile]), layer, limit)
+            if tile == 0:
+                after_tile_0()
+        return coming
+
+
+class ConvertedTiles(GatherTiles):
+    """For quantised entries.  The state: units and scales that are being loaded, and slots of the next two tiles."""
+
+    def _start(self, layer, limit, slots):
+        here, ahead = slots
+        raw = self._load_scales(here, layer, limit)
+        spread = self.rows.spread(here)
+        ring = tuple(self._load(spread, layer, limit, unit) for unit in self._units(0)[: self._ring])
+        return ring, raw, here, ahead
+
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0):
+        state = self._fetch_tile(layer, limit, 0, used, state, beyond[0])
+        after_tile_0()
+        return self._fetch_tile(layer, limit, 1, used, state, beyond[1])
+
+    @property
+    def _ring(self) -> int:
+        """The number of units that are loaded ahead."""
+        return min(self.units_ahead, self.rows.units)
+
+    def _units(self, tile):
+        """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""
+        return self.rows.half(tile) + self.rows.half(1 - tile)
+
+    def _load(self, slots, layer, limit, unit):
+        return self.rows.load(self.kv_ref, self.zero_ref, slots, layer, limit, unit)
+
+    def _load_scales(self, slots, layer, limit):
+        return self.rows.load_scales(self.kv_ref, self.zero_ref, slots, layer, limit)
+
+    def _fetch_tile(self, layer, limit, tile, used, state, beyond):
+        """Stores a tile, whose first units are in `ring`; loads those of the next one.
+
+        `state`: the units and scales that are being loaded; the slots of this tile and of the next one.  `beyond`: the
+        request, tile and number of keys of the one after, whose slots are loaded here.
+        """
+        rows, (ring, raw, here, ahead) = self.rows, state
+        units, ring = self._units(tile), list(ring)
+        coming = units + self._units(1 - tile)
+        from_cache = self.kv_ref, self.zero_ref
+        self._wait_free(tile, tile, used)
+        rope = rows.fetch_rope(*from_cache, rows.spread_rope(here), layer, limit, tile, self.r)
+        ahead_spread = rows.spread(ahead)
+        here_spread = rows.spread(here) if self._ring < len(units) else None
+        after = self._load_slots(*beyond)
+        scales = rows.factors(self.stats, FACTOR + tile, (FLAG, 4 * tile), here, limit, raw)
+        raw = self._load_scales(ahead, layer, limit)
+        for n, unit in enumerate(units):
+            if n == len(units) // 2:
+                self._stored(2 * tile + tile)
+                self._wait_free(tile, 1 - tile, used)
+            rows.store(unit, tile, self.k, ring[n % self._ring], scales)
+            slots = here_spread if n + self._ring < len(units) else ahead_spread
+            ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
+        if self.prefetch:
+            rows.prefetch(*from_cache, rows.spread(after), layer, limit)
+        rows.finish_rope(tile, self.r, scales, rope)
+        self._stored(2 * tile + 1 - tile)
+        return tuple(ring), raw, ahead, after

@@ -27,8 +27,8 @@ LEAST_FACTOR, MOST_FACTOR = 27 << 23, 253 << 23
 INVERSE = 254 << 23
 """The sum of the bits of a power of two and of its inverse."""
 E8M0_RANGE = 21, 107, 136
-"""The exponent of float16 2**6, which is part of the scales of e2m1 values (`narrow.py`); the smallest and the largest
-e8m0 scales that are multiplied into values as they are."""
+"""The exponent of float16 2**6, which is part of the scales of e2m1 values (`ptx/gather.py`); the smallest and the
+largest e8m0 scales that are multiplied into values as they are."""
 _FIT = 14 << 23
 """2**14, as a difference of bits: scaled rows of queries have their largest magnitude from 2**14 up to 2**15."""
 _LEAST_QUERY, _MOST_QUERY = 20 << 23, 254 << 23
