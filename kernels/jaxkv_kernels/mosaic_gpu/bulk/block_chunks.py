@@ -23,14 +23,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing.block_runs import Runs
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
 CHUNK_BYTES = 32 * 1024
-CTAS = 6 * MULTIPROCESSORS
-"""Six per multiprocessor.  Twelve with half the chunk, or three with twice, are within 2 % (H200)."""
+CTAS = 6
+"""CTAs per multiprocessor.  Twelve with half the chunk, or three with twice, are within 2 % (H200)."""
 LINE = 128
 """Bytes.  Within a run, chunks begin at multiples of it."""
 CLEARED = 1024
@@ -72,7 +72,7 @@ def chunked(body, runs: Runs, blocks: int, dtype, *, interpret: bool, out_type: 
     chunks = -(-runs.length // chunk)
     last = runs.length - (chunks - 1) * chunk
     total = blocks * runs.count * chunks
-    ctas = min(total, 4 if interpret else CTAS)
+    ctas = min(total, 4 if interpret else CTAS * multiprocessors())
 
     def each_chunk(move: Callable[..., None]):
         def one(i, _):

@@ -6,12 +6,12 @@ from math import gcd
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
 
 WARPS = 4
 """Warps per CTA: one warpgroup."""
-CTAS = 4 * MULTIPROCESSORS
-"""CTAs that keep all multiprocessors busy: only beyond so many does a CTA get more than the fewest tokens."""
+CTAS = 4
+"""Target number of CTAs per multiprocessor; tokens per CTA grow only beyond it."""
 MOST_TOKENS, SOFT_BYTES = 4, 32 * 1024
 """The most tokens per CTA, and the bytes that they should not exceed, so that several CTAs share a multiprocessor.
 
@@ -58,7 +58,7 @@ def token_ways(heads: int) -> int:
 
 def warp_share(count: int, heads: int, nbytes: int, *, interpret: bool, least: int = 1) -> WarpShare:
     """Shares of `count` tokens of `heads` heads and `nbytes` bytes each, at least `least` tokens per CTA."""
-    tokens, ctas = least, 4 if interpret else CTAS
+    tokens, ctas = least, 4 if interpret else CTAS * multiprocessors()
     while 2 * tokens <= min(MOST_TOKENS, SOFT_BYTES // nbytes) and tokens * ctas < count:
         tokens *= 2
     ways = gcd(heads, WARPS)

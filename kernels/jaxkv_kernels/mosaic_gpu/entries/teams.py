@@ -15,16 +15,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.entries.fields import Field
 from jaxkv_kernels.mosaic_gpu.runtime.elements import splat
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 WARP, WARPGROUP = 32, 128
 WARPGROUPS = 2
 """Warpgroups per CTA.  One takes the same time; four take up to 20 % more (H200)."""
-TOGETHER, MANY, SHORT = 2, 1024 * MULTIPROCESSORS, 4
-"""A team moves `TOGETHER` entries if one each would take more than `MANY` lanes, and an entry has at most `SHORT`
-chunks per lane.  Otherwise it moves one.
+TOGETHER, MANY, SHORT = 2, 1024, 4
+"""A team moves `TOGETHER` entries if one each would take more than `MANY` lanes per multiprocessor, and an entry has
+at most `SHORT` chunks per lane.  Otherwise it moves one.
 
 Times for 8,192 latents in microseconds (H200, data not in the L2 cache).  With 1 and 2 entries per team, `fp8` was
 written in 6.2 and 5.3, and read in 6.0 and 5.8.  With 1, 2 and 4, `fp8_ds_mla` was written in 5.5, 5.5 and 5.8, and
@@ -95,7 +95,7 @@ def teams(fields: tuple[Field, ...], entries: int, *, interpret: bool, most: int
     """Teams for entries of these fields, with at most `most` entries each."""
     lanes = WARP // 2 if max(field.chunks for field in fields) <= WARP // 2 else WARP
     short = sum(-(-field.chunks // lanes) for field in fields) <= SHORT
-    together = most if entries * lanes > MANY and short and not interpret else 1
+    together = most if entries * lanes > MANY * multiprocessors() and short and not interpret else 1
     return Teams(lanes, entries, interpret, together)
 
 

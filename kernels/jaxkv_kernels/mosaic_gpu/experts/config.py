@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxkv_kernels.expert_groups import usual_rows
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
 from jaxkv_kernels.tuning import require
 
 FEATURES = 64
@@ -85,4 +85,4 @@ def default_config_of_fp8(tokens: int, choices: int, experts: int, inner: int) -
     """
     rows = math.ceil(usual_rows(choices, experts, min(tokens, MOST_ROWS_OF_FP8)) / ALIGN) * ALIGN
     tiles = min(choices, experts) * math.ceil(inner / (2 * FEATURES))
-    return ExpertsConfig(rows=min(rows, MOST_ROWS_OF_FP8), consumers=1 if tiles < 0.75 * MULTIPROCESSORS else 2)
+    return ExpertsConfig(rows=min(rows, MOST_ROWS_OF_FP8), consumers=1 if tiles < 0.75 * multiprocessors() else 2)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, ExpertsConfig
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.products import products
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tile_scaled import TILE, num_tiles, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
@@ -41,9 +41,10 @@ def scaled_linear(x, weight):
 def parts_of(shape: tuple[int, int], tiles: int, consumers: int) -> int:
     """The parts into which the summed dimension of a weight [I, D] is divided, for that many tiles of rows."""
     steps, features = num_tiles(shape[1]), -(-shape[0] // (consumers * TILE))
+    at_once = multiprocessors()
 
     def time(parts: int) -> int:
-        return -(-features * tiles * parts // MULTIPROCESSORS) * (steps // parts + START)
+        return -(-features * tiles * parts // at_once) * (steps // parts + START)
 
     return min((parts for parts in range(1, steps + 1) if steps % parts == 0), key=time)
 

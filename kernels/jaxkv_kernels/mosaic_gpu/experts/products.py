@@ -36,7 +36,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.experts import e4m3
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, FEATURES, STEP, ExpertsConfig
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY, consumer_registers
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import SHARED_MEMORY, consumer_registers, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, zeros
@@ -103,7 +103,7 @@ def products(
     step_size = TILE if scales else STEP
     steps = depth // step_size // max(parts, 1)
     stages = min(config.stages, _room(config, step_size, rows.dtype.itemsize, matrices[0].dtype.itemsize))
-    ctas = 2 if interpret else MULTIPROCESSORS
+    ctas = 2 if interpret else multiprocessors()
 
     def body(rows_ref, *refs):
         weight_refs, refs = refs[: len(matrices)], refs[len(matrices) :]

@@ -48,7 +48,7 @@ from jaxkv_kernels.mosaic_gpu.indexer.key_rows import COLUMNS, rows_per_token
 from jaxkv_kernels.mosaic_gpu.indexer.keys import DIM, KeyTiles, key_tiles
 from jaxkv_kernels.mosaic_gpu.indexer.stores import fill, padded, store_logits, weigh
 from jaxkv_kernels.mosaic_gpu.indexer.work import Tiles, find_share
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, SHARED_MEMORY
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import SHARED_MEMORY, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
@@ -128,7 +128,7 @@ def _run(
     part = min(block_size, TILE)
     copies = TILE // part
     tiles_per_window = WINDOW * block_size // TILE
-    ctas = 2 if interpret else MULTIPROCESSORS
+    ctas = 2 if interpret else multiprocessors()
     converted = q.dtype != keys.dtype
     # With a single product, weights stay in registers.  With several, they are loaded for each tile: from shared
     # memory, unless keys have 16 bits: their products need all the bandwidth of shared memory.

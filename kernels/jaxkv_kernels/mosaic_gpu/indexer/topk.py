@@ -27,7 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.indexer import chunk as chunks
 from jaxkv_kernels.mosaic_gpu.indexer.chunk import COUNTERS, EMPTY, THREADS, UNIT
 from jaxkv_kernels.mosaic_gpu.indexer.sorting import store_sorted
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 
@@ -69,7 +69,7 @@ def _keep(values, places, *, size, count, k, end, interpret):
         outs, (counters, *memory) = (refs[:1], refs[1:]) if last else (refs[:2], refs[2:])
         # Only the next launch reads what this one keeps.  With many CTAs, an early start would make CTAs of both share
         # multiprocessors.
-        if not last and rows * count <= MULTIPROCESSORS // 2:
+        if not last and rows * count <= multiprocessors() // 2:
             pdl_launch_dependents(values_ref, interpret=interpret)
         row, part = lax.axis_index("row"), lax.axis_index("chunk")
         first = part * size

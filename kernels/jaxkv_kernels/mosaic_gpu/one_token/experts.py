@@ -22,7 +22,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.experts.unsupported import inner_parts
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
@@ -79,6 +79,7 @@ def one_token(x, experts, shares, gate, up, down, shared, *, limit: float | None
 
 def _run(name, interpreted, *operands, results, following=(), dtype, sizes, interpret, **limit) -> jax.Array:
     """Runs a kernel, whose results are a vector; `following` are operands of the next one, which reads them early."""
+    ctas = 1 if interpret else multiprocessors()
 
     def body(*refs):
         refs, more, out_ref = refs[: len(operands)], refs[len(operands) : -1], refs[-1]
@@ -94,7 +95,7 @@ def _run(name, interpreted, *operands, results, following=(), dtype, sizes, inte
             from jaxkv_kernels.mosaic_gpu.one_token import experts_lanes
 
             lanes = getattr(experts_lanes, name)
-            lanes(refs, cta.registers.item(), dtype=str(dtype), **sizes, **limit)
+            lanes(refs, cta.registers.item(), ctas=ctas, dtype=str(dtype), **sizes, **limit)
 
         multiply([*refs, out_ref], lax.axis_index("cta"))
 
@@ -105,7 +106,7 @@ def _run(name, interpreted, *operands, results, following=(), dtype, sizes, inte
         waits=True,
         kernel_name=f"experts_of_one_{name}",
         out_type=jax.ShapeDtypeStruct((results,), dtype),
-        grid=(1 if interpret else MULTIPROCESSORS,),
+        grid=(ctas,),
         grid_names=("cta",),
         num_threads=1 if interpret else WARPGROUPS,
         thread_name="wg",

@@ -1,7 +1,6 @@
 """What one lane does for the experts of a single token (`experts.py`): inline PTX."""
 
 from jaxkv_kernels.mosaic_gpu.one_token.lanes import (
-    ALL_WARPS,
     GROUP,
     LOAD_TOKEN,
     LOAD_WEIGHT,
@@ -20,7 +19,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import constant, emit, over_warp
 
 
-def gate_up(refs, cta, *, dtype, choices, experts, more, inner, width, limit) -> None:
+def gate_up(refs, cta, *, ctas, dtype, choices, experts, more, inner, width, limit) -> None:
     """Stores silu(gate row) * (up row), at most `limit`, of all rows of the shared and of the chosen experts.
 
     `refs` are the token, the choices, gate, up, perhaps gate and up of the shared expert, and the result.
@@ -56,11 +55,11 @@ def gate_up(refs, cta, *, dtype, choices, experts, more, inner, width, limit) ->
     code.append(f"mul.f32 sum, x, {constant(-LOG2E)}; ex2.approx.f32 sum, sum; add.f32 sum, sum, 0f3F800000;\n")
     code.append("div.rn.f32 x, x, sum; mul.f32 x, x, y;\n")
     code += stored(dtype, "x", out)
-    code.append(f"add.u32 n, n, {ALL_WARPS}; bra.uni NEXT; DONE:\n")
+    code.append(f"add.u32 n, n, {ctas * WARPS}; bra.uni NEXT; DONE:\n")
     emit(code, refs, cta)
 
 
-def down(refs, cta, *, dtype, choices, experts, more, inner, width) -> None:
+def down(refs, cta, *, ctas, dtype, choices, experts, more, inner, width) -> None:
     """Stores the sum over experts of their share times the product of a row of down with their part of `gate_up`.
 
     `refs` are the results of `gate_up`, the choices, their shares, down, perhaps down of the shared expert, and the
@@ -117,7 +116,7 @@ def down(refs, cta, *, dtype, choices, experts, more, inner, width) -> None:
         code += add(slot)
     code += over_warp("add.f32", "sum", "other")
     code += stored(dtype, "sum", out)
-    code.append(f"add.u32 n, n, {ALL_WARPS}; bra.uni NEXT; DONE:\n")
+    code.append(f"add.u32 n, n, {ctas * WARPS}; bra.uni NEXT; DONE:\n")
     emit(code, refs, cta)
 
 
