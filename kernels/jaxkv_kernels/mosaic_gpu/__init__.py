@@ -12,8 +12,8 @@ from jaxkv_kernels.kernel import Kernel, imported_when_called
 from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.mosaic_gpu.attention.config import GATHERED
 from jaxkv_kernels.mosaic_gpu.experts import unsupported as unsupported_experts
-from jaxkv_kernels.mosaic_gpu.runtime.available import BULK_COPIES, REDUX, WGMMA, unavailable_reasons
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting as interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, REDUX, WGMMA, unavailable_reasons
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting as interpreting
 
 
 def _kernel(

@@ -8,7 +8,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv_kernels import mosaic_gpu
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, assumed_multiprocessors, multiprocessors
+from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, assumed_multiprocessors, multiprocessors
 from support.available import assume_available
 
 LATENTS = jaxkv.CacheLayout(num_layers=1, num_blocks=64, block_size=64, num_heads=1, entry=jaxkv.MLAEntry("bf16"))

@@ -20,7 +20,7 @@ from jaxkv_kernels.mosaic_gpu.attention.quantised.rows import Int8Tiles, Nvfp4Ti
 from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import Tiles
 from jaxkv_kernels.mosaic_gpu.attention.schedules.few_rows_quantised import attend_few_rows_quantised
 from jaxkv_kernels.mosaic_gpu.attention.schedules.kv import attend_kv
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.tuning import configuration
 
 TILES: dict[str, tuple[Callable[..., Tiles], Callable[..., Tiles]]] = {

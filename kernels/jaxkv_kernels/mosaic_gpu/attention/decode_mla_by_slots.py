@@ -11,7 +11,7 @@ from jaxkv_kernels.addressing.slots import lengths_in_table, slots_for, table_to
 from jaxkv_kernels.mosaic_gpu.attention.decode_mla_sparse import config_of, decode_slots
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.planning.slots import plan_slots
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 
 
 def decode_by_slots(

@@ -19,8 +19,7 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.planning.slots import plan_slots
 from jaxkv_kernels.mosaic_gpu.attention.schedules.slots import attend_slots
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, interpreting
 from jaxkv_kernels.tuning import configuration
 
 

@@ -17,8 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
-from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, store
 
 SPLIT_DTYPE = jnp.float16

@@ -10,7 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.registers import WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import zero_rows
 

@@ -38,8 +38,7 @@ from jaxkv_kernels.mosaic_gpu.attention.config import (
 from jaxkv_kernels.mosaic_gpu.attention.planning import by_kernel as kernels
 from jaxkv_kernels.mosaic_gpu.attention.planning.by_xla import divide
 from jaxkv_kernels.mosaic_gpu.attention.planning.division import Problem
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, interpreting
 from jaxkv_kernels.tuning import configuration
 
 

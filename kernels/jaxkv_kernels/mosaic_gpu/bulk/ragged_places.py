@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels.addressing.slots import table_tokens
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 
 PROBES = 15
 """Independent loads per round of the search for a row's request: 15 requests take one round, 255 take two."""

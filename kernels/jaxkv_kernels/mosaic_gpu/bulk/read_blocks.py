@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 
 from jaxkv_kernels.mosaic_gpu.bulk.block_chunks import chunked, clear, fetch, send
 from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 
 
 def read_blocks(buffer, blocks, *, pages):

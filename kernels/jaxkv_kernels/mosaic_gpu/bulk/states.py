@@ -11,8 +11,8 @@ from jaxkv_kernels.addressing.block_runs import Runs
 from jaxkv_kernels.addressing.row_view import row_view
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.bulk.block_chunks import chunked, clear, fetch, send
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
 
 

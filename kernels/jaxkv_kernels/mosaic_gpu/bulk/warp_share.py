@@ -6,7 +6,7 @@ from math import gcd
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
+from jaxkv_kernels.mosaic_gpu.runtime.device import multiprocessors
 
 WARPS = 4
 """Warps per CTA: one warpgroup."""

@@ -26,7 +26,7 @@ from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.entries.fields import fields_of
 from jaxkv_kernels.mosaic_gpu.entries.movers import mover, scale_of, step_of
 from jaxkv_kernels.mosaic_gpu.entries.teams import teams
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
 
 

@@ -3,7 +3,7 @@
 from jaxkv_kernels.mosaic_gpu.bulk.entry_bytes import EntryBytes
 from jaxkv_kernels.mosaic_gpu.bulk.load_entries import load_entries
 from jaxkv_kernels.mosaic_gpu.entries.decode_entries import decode_entries
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.unsupported import copied
 
 

@@ -14,24 +14,22 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.formats.int8 import SMALLEST_SCALE
-from jaxkv_kernels.mosaic_gpu.entries import words
 from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, WIDEST, Field, PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.memory import (
     array,
     both,
     chunks_of,
-    load_byte,
-    load_words,
     offset_of,
     scalar,
-    store_byte,
-    store_words,
     strided,
     times,
     true,
 )
 from jaxkv_kernels.mosaic_gpu.entries.teams import WARPGROUP, Teams
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, f32, i32
+from jaxkv_kernels.mosaic_gpu.ptx import convert, float32
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, f32, i32
+from jaxkv_kernels.mosaic_gpu.ptx.memory import load_byte, load_words, store_byte, store_words
+from jaxkv_kernels.mosaic_gpu.ptx.warp import largest_of_lanes
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 AXES = ("layer", "block", "head", "token")
@@ -110,21 +108,23 @@ class Lanes:
             if field.scales is not None:
                 chunks = self._quantised(field, chunks, dtype, ref, keep, index, *map(scalar, scales))
             elif scales:
-                divisor = words.Divisor(scalar(scales[0]))
-                chunks = [words.narrow(divisor.quotients(words.widen(chunk, dtype)), field.stored) for chunk in chunks]
+                divisor = float32.Divisor(scalar(scales[0]))
+                chunks = [
+                    convert.narrow(divisor.quotients(convert.widen(chunk, dtype)), field.stored) for chunk in chunks
+                ]
             elif field.stored != dtype:
-                chunks = [words.narrow(words.widen(chunk, dtype), field.stored) for chunk in chunks]
+                chunks = [convert.narrow(convert.widen(chunk, dtype), field.stored) for chunk in chunks]
             self._store(field, first, chunks, field.address.alignment, keep)
 
         store(cache_ref, raw, keep.astype(jnp.int32), tuple(index[axis] for axis in AXES), scales)
 
     def _quantised(self, field, chunks, dtype, ref, keep, index, *whole):
         """Converts chunks to values with scales, and stores the scales.  `whole` may have the caller's scale."""
-        values, rule = [words.widen(chunk, dtype) for chunk in chunks], field.rule
+        values, rule = [convert.widen(chunk, dtype) for chunk in chunks], field.rule
         if whole:
-            divisor = words.Divisor(*whole, wide=True)
+            divisor = float32.Divisor(*whole, wide=True)
             values = [divisor.quotients(each) for each in values]
-        sizes = [words.largest(each) for each in values]
+        sizes = [convert.largest(each) for each in values]
         for n in range(len(sizes)):
             active = self._active(field, n)
             if active is not None:
@@ -141,7 +141,7 @@ class Lanes:
         first, step = self._scale_place(field, ref, index)
         results = []
         for n, size in enumerate(sizes):
-            stored, apply = self._scale(rule, words.largest_of_lanes(size, lanes))
+            stored, apply = self._scale(rule, largest_of_lanes(size, lanes))
             active = both(arith.andi(keep, leads), self._active(field, n))
             if rule.itemsize == 1:
                 store_byte(first, n * step, stored, active)
@@ -155,21 +155,21 @@ class Lanes:
     def _scale(self, rule, amax):
         """The scale for a largest magnitude as it is stored, in a word, and the function that divides values by it."""
         if rule.power_of_two:
-            bits, inverse = words.power_of_two_scale(amax, rule.smallest_exponent, rule.largest)
+            bits, inverse = convert.power_of_two_scale(amax, rule.smallest_exponent, rule.largest)
             stored = bits if rule.stored == "float32" else arith.shrui(bits, c32(23))
-            return stored, lambda values: words.scaled(values, inverse)
+            return stored, lambda values: float32.scaled(values, inverse)
         if rule.stored == "e4m3":
-            stored, scale = words.e4m3_scale(amax, round_up=rule.round_up)
+            stored, scale = convert.e4m3_scale(amax, round_up=rule.round_up)
         else:
-            scale = words.quotient_scale(amax, rule.largest, SMALLEST_SCALE)
+            scale = convert.quotient_scale(amax, rule.largest, SMALLEST_SCALE)
             stored = arith.bitcast(i32(), scale)
-        return stored, words.Divisor(scale).quotients
+        return stored, float32.Divisor(scale).quotients
 
     def _narrowed(self, rule, quotients, values):
         """A chunk of quotients as it is stored."""
         if rule.values == "e2m1x2":
-            return words.narrow_e2m1(quotients, values)
-        return words.narrow(quotients, rule.values)
+            return convert.narrow_e2m1(quotients, values)
+        return convert.narrow(quotients, rule.values)
 
     def _store_zeros(self, field, ref, keep, index) -> None:
         """Stores the padding of scales, a byte per lane."""
@@ -220,7 +220,7 @@ class Lanes:
         """The bits of a float32 scale."""
         if field.rule.itemsize == 4:
             return load_words(first, offset, 4, 4, active)
-        return [words.scale_of_byte(load_byte(first, offset, active), field.rule.stored)]
+        return [convert.scale_of_byte(load_byte(first, offset, active), field.rule.stored)]
 
     def store_values(self, field: Field, ref, found, i, inside, scale):
         """Decodes chunks and stores them as value `field.number` of the i-th row of an array [entries, count]."""
@@ -233,14 +233,14 @@ class Lanes:
         def store(_, ref, raw, own, scales, i, inside):
             chunks = chunks_of(raw, _words_of(field.stored))
             if field.stored != dtype:
-                values = [words.widen(each, field.stored) for each in chunks]
+                values = [convert.widen(each, field.stored) for each in chunks]
                 factors = (
                     [[arith.bitcast(f32(), word)] for (word,) in chunks_of(own[0], 1)] if own else [[]] * len(values)
                 )
                 for n, each in enumerate(factors):
                     for factor in (*each, *map(scalar, scales)):
-                        values[n] = words.scaled(values[n], factor)
-                chunks = [words.narrow(each, dtype) for each in values]
+                        values[n] = float32.scaled(values[n], factor)
+                chunks = [convert.narrow(each, dtype) for each in values]
             first = self._in_row(field, ref, i, dtype)
             self._store(field, first, chunks, _row_alignment(field, dtype), true(inside))
 
@@ -265,8 +265,8 @@ class Lanes:
             counts = arith.cmpf(arith.CmpFPredicate.OGT, weight, mgpu.c(0.0, f32()))
             found = []
             for chunk, before in zip(chunks_of(raw, _words_of(dtype)), chunks_of(sums, CHUNK), strict=True):
-                values = words.widen([arith.select(counts, word, c32(0)) for word in chunk], dtype)
-                found.append(words.multiplied_and_added(values, weight, before))
+                values = convert.widen([arith.select(counts, word, c32(0)) for word in chunk], dtype)
+                found.append(float32.multiplied_and_added(values, weight, before))
             return array(found, f32())
 
         return add(sums, raw, weight)
@@ -277,7 +277,7 @@ class Lanes:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self._floats(field).layout, SCALAR, SCALAR, SCALAR))
         def store(_, ref, values, factor, i, inside):
-            chunks = [words.narrow(words.scaled(each, scalar(factor)), dtype) for each in chunks_of(values, CHUNK)]
+            chunks = [convert.narrow(float32.scaled(each, scalar(factor)), dtype) for each in chunks_of(values, CHUNK)]
             first = self._in_row(field, ref, i, dtype)
             self._store(field, first, chunks, _row_alignment(field, dtype), true(inside))
 
@@ -352,16 +352,16 @@ def _rotated(own, other, cos, sin, second, dtype: str) -> list[Any]:
 
     `second` is whether `own` has the second values.
     """
-    values, (cos, sin) = words.widen(own, dtype), (words.widen(each, "float32") for each in (cos, sin))
-    minus = [words.negated(x) for x in sin]
+    values, (cos, sin) = convert.widen(own, dtype), (convert.widen(each, "float32") for each in (cos, sin))
+    minus = [float32.negated(x) for x in sin]
     if other is None:
         others = [value for pair in zip(values[1::2], values[::2], strict=True) for value in pair]
         cos = [x for x in cos for _ in range(2)]
         sin = [x for pair in zip(minus, sin, strict=True) for x in pair]
     else:
-        others = words.widen(other, dtype)
+        others = convert.widen(other, dtype)
         sin = [arith.select(second, *pair) for pair in zip(sin, minus, strict=True)]
-    return words.narrow(words.sums_of_products(values, cos, others, sin), dtype)
+    return convert.narrow(float32.sums_of_products(values, cos, others, sin), dtype)
 
 
 def _words_of(dtype: str) -> int:

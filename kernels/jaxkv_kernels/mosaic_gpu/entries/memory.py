@@ -8,8 +8,8 @@ from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.entries.fields import PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.teams import WARPGROUP
-from jaxkv_kernels.mosaic_gpu.runtime import elements
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.ptx import fragments
+from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, c64, i64
 
 
 def strided(per_lane: int, together: int) -> Any:
@@ -21,12 +21,12 @@ def array(chunks, kind=None) -> Any:
     """An array in the layout `strided`, made of a lane's chunks: lists of words, or of values of another type."""
     together = min(len(chunks[0]), 4)
     flat = [word for chunk in chunks for word in chunk]
-    return elements.array([*batched(flat, together)], strided(len(flat), together), kind)
+    return fragments.array([*batched(flat, together)], strided(len(flat), together), kind)
 
 
 def chunks_of(raw, count: int) -> list[list[Any]]:
     """The chunks of `count` words of an array."""
-    return [[*chunk] for chunk in batched(elements.elements(raw), count)]
+    return [[*chunk] for chunk in batched(fragments.elements(raw), count)]
 
 
 def scalar(x) -> Any:
@@ -55,46 +55,3 @@ def offset_of(address: PartAddress, index) -> Any:
     for i, stride in address.terms(index):
         found = arith.addi(found, times(i, stride))
     return found
-
-
-def _kind(width: int) -> str:
-    return "b32" if width == 1 else f"v{width}.b32"
-
-
-def load_words(pointer, offset: int, nbytes: int, alignment: int, active) -> list[Any]:
-    """Words of `nbytes` bytes; 0 where `active` does not hold."""
-    width = min(alignment, nbytes) // 4
-    found: list[Any] = []
-    for first in range(0, nbytes, 4 * width):
-        names = ", ".join(f"${n}" for n in range(width))
-        load = f"ld.global.{_kind(width)} {names if width == 1 else '{' + names + '}'}, [${width} + {offset + first}];"
-        operands = [pointer]
-        if active is not None:
-            zeros = " ".join(f"mov.b32 ${n}, 0;" for n in range(width))
-            load = f"{{ .reg .pred p; setp.ne.b32 p, ${width + 1}, 0; {zeros} @p {load} }}"
-            operands.append(arith.extui(i32(), active))
-        found += ptx(load, *operands, result_types=[i32()] * width, has_side_effects=True)
-    return found
-
-
-def store_words(pointer, offset: int, values, alignment: int, active) -> None:
-    """Stores words where `active` holds."""
-    width = min(alignment // 4, len(values))
-    for first in range(0, len(values), width):
-        names = ", ".join(f"${n + 1}" for n in range(width))
-        store = f"st.global.{_kind(width)} [$0 + {offset + 4 * first}], {names if width == 1 else '{' + names + '}'};"
-        ptx(store, pointer, *values[first : first + width], predicate=active)
-
-
-def load_byte(pointer, offset: int, active) -> Any:
-    """A byte as a word; 0 where `active` does not hold."""
-    load = f"ld.global.u8 $0, [$1 + {offset}];"
-    if active is None:
-        return ptx(load, pointer, result_types=i32(), has_side_effects=True)
-    load = f"{{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, 0; @p {load} }}"
-    return ptx(load, pointer, arith.extui(i32(), active), result_types=i32(), has_side_effects=True)
-
-
-def store_byte(pointer, offset: int, word, active) -> None:
-    """Stores the lowest byte of a word where `active` holds."""
-    ptx(f"st.global.u8 [$0 + {offset}], $1;", pointer, word, predicate=active)

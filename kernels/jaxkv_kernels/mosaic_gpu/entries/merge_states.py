@@ -25,7 +25,7 @@ from jax import lax
 from jaxkv_kernels.mosaic_gpu.entries.fields import Field, PartAddress
 from jaxkv_kernels.mosaic_gpu.entries.movers import mover
 from jaxkv_kernels.mosaic_gpu.entries.teams import teams
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 
 TOGETHER = 8
 """The most partial results whose rows are loaded at the same time."""

@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.entries.fields import Field
-from jaxkv_kernels.mosaic_gpu.runtime.elements import splat
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import splat
+from jaxkv_kernels.mosaic_gpu.runtime.device import multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 

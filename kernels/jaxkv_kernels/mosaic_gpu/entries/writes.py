@@ -2,7 +2,7 @@
 
 from jaxkv_kernels.mosaic_gpu.bulk.store_entries import store_entries
 from jaxkv_kernels.mosaic_gpu.entries.encode_entries import encode_entries
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.unsupported import copied
 
 

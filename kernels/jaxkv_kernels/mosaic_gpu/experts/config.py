@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from jaxkv_kernels.expert_groups import usual_rows
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
+from jaxkv_kernels.mosaic_gpu.runtime.device import multiprocessors
 from jaxkv_kernels.tuning import require
 
 FEATURES = 64

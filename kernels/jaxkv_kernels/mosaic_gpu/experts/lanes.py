@@ -6,8 +6,10 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import Lane, as_pair, fragmented, permuted, registers_of
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import Lane, as_pair, fragmented, permuted, registers_of
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.memory import LOAD_SHARED
 
 ROW = 128
 """Bytes of a row of weights."""

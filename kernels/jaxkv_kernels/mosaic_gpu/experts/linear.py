@@ -15,8 +15,7 @@ import jax.numpy as jnp
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, ExpertsConfig
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.products import products
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.tile_scaled import TILE, num_tiles, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
 from jaxkv_kernels.xla.experts.linear import scaled_linear as by_xla

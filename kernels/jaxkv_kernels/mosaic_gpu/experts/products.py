@@ -35,9 +35,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.experts import e4m3
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, FEATURES, STEP, ExpertsConfig
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import SHARED_MEMORY, consumer_registers, multiprocessors
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, consumer_registers, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.registers import store as store_registers

@@ -1,7 +1,8 @@
 """What one lane does to choose experts (`routing.py`), and to list those that are chosen (`listing.py`): inline PTX."""
 
+from jaxkv_kernels.mosaic_gpu.ptx.inline import constant, emit
+from jaxkv_kernels.mosaic_gpu.ptx.warp import over_warp
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import constant, emit, over_warp
 
 LANES, WARPGROUP = 32, 128
 OUT = "0x80000000"

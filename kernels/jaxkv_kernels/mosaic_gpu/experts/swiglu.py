@@ -25,7 +25,7 @@ from jaxkv_kernels.mosaic_gpu.experts.listing import MOST_EXPERTS, list_chosen
 from jaxkv_kernels.mosaic_gpu.experts.products import products
 from jaxkv_kernels.mosaic_gpu.experts.unsupported import MOST_INNER, MOST_PARTS
 from jaxkv_kernels.mosaic_gpu.one_token.experts import one_token
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
 from jaxkv_kernels.xla.experts.swiglu import shared_swiglu

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.experts.config import FEATURES, STEP
-from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
+from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA, unavailable_reasons
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
 MOST_PARTS, MOST_INNER = 16, 2048

@@ -10,8 +10,8 @@ import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array, elements, splat
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, elements, splat
+from jaxkv_kernels.mosaic_gpu.ptx.inline import i32, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 WINDOW = 32

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 
 
 @dataclass(frozen=True)

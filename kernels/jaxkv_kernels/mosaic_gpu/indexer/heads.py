@@ -10,8 +10,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import elements
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import f32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import elements
+from jaxkv_kernels.mosaic_gpu.ptx.inline import f32, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import WGMMA
 
 MINUS_INFINITY = "0fFF800000"

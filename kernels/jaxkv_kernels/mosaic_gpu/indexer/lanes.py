@@ -8,8 +8,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.indexer.chunk import EMPTY, NAN, THREADS, UNIT, VECTOR, layout
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array, elements, splat
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, elements, splat
+from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 
 WARPS = 4
 LOAD = (

@@ -48,9 +48,8 @@ from jaxkv_kernels.mosaic_gpu.indexer.key_rows import COLUMNS, rows_per_token
 from jaxkv_kernels.mosaic_gpu.indexer.keys import DIM, KeyTiles, key_tiles
 from jaxkv_kernels.mosaic_gpu.indexer.stores import fill, padded, store_logits, weigh
 from jaxkv_kernels.mosaic_gpu.indexer.work import Tiles, find_share
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import SHARED_MEMORY, multiprocessors
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled

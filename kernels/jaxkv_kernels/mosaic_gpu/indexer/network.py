@@ -8,8 +8,8 @@ from jax.extend.mlir.dialects import arith
 from jaxkv_kernels.mosaic_gpu.indexer.chunk import EMPTY, THREADS
 from jaxkv_kernels.mosaic_gpu.indexer.lanes import element, shared, thread, total
 from jaxkv_kernels.mosaic_gpu.indexer.sorting import layout
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array, elements, splat
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, elements, splat
+from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 
 # Two elements: the larger first, or the smaller first if the last operand is not 0.
 EXCHANGE = {

@@ -27,8 +27,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.indexer import chunk as chunks
 from jaxkv_kernels.mosaic_gpu.indexer.chunk import COUNTERS, EMPTY, THREADS, UNIT
 from jaxkv_kernels.mosaic_gpu.indexer.sorting import store_sorted
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import multiprocessors
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 
 CHUNK = 8192

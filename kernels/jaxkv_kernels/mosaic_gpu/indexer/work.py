@@ -14,8 +14,8 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.indexer.config import TILE
-from jaxkv_kernels.mosaic_gpu.runtime.elements import splat
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import splat
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 LANES = 32

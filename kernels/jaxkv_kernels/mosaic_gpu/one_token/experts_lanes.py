@@ -15,8 +15,9 @@ from jaxkv_kernels.mosaic_gpu.one_token.lanes import (
     summed,
     vectors_of,
 )
+from jaxkv_kernels.mosaic_gpu.ptx.inline import constant, emit
+from jaxkv_kernels.mosaic_gpu.ptx.warp import over_warp
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import constant, emit, over_warp
 
 
 def gate_up(refs, cta, *, ctas, dtype, choices, experts, more, inner, width, limit) -> None:

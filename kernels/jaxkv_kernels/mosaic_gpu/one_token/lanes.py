@@ -3,7 +3,7 @@
 A warp multiplies a row: lane l has the vectors l, l + 32, l + 64, ... of 8 values, of the row and of the token.
 """
 
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import over_warp
+from jaxkv_kernels.mosaic_gpu.ptx.warp import over_warp
 
 LANES, VECTOR, WARPS = 32, 8, 16
 """Lanes of a warp, values of a vector, warps of a CTA."""

@@ -14,7 +14,9 @@ from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import COLUMN_TILE, STORE, THREADS
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.memory import LOAD_SHARED
 
 WARP_ROWS = TILE // 4
 """Rows of a tile that a warp converts."""

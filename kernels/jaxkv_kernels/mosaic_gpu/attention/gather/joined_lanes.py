@@ -14,8 +14,8 @@ from jaxkv_kernels.mosaic_gpu.attention.config import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.attention.gather import lanes
 from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import COLUMN_TILE, STORE, Lane, shuffle
 from jaxkv_kernels.mosaic_gpu.attention.gather.narrow import load_eight, permute
-from jaxkv_kernels.mosaic_gpu.runtime.elements import words
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import words
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
 
 COLUMN_TILES = HALF // 64
 LOAD = lanes.LOAD.replace("L1::evict_last", "L1::no_allocate")

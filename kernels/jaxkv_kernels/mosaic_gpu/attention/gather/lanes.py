@@ -17,8 +17,10 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import (
     MOST_FACTOR,
     SMALLEST,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.elements import words
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import words
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.memory import LOAD_SHARED
 
 THREADS, ROWS_PER_LANE = 128, 4
 COLUMN_TILE = 1024

@@ -23,8 +23,8 @@ from jaxkv_kernels.mosaic_gpu.attention.gather.lanes import (
     shuffle,
 )
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import E8M0_RANGE
-from jaxkv_kernels.mosaic_gpu.runtime.elements import words
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import words
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, i32, ptx
 
 CONVERT_E2M1 = (
     "{ .reg .b32 even, odd, t; .reg .b16 a, b, c, d;"

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 
 
 def copies_per_tile(pages: Pages) -> int:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.bits import view_as
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 
 TILE_ROWS, TILE_COLUMNS = 8, 64
 """TMA copies whole tiles of the swizzled memory that wgmma reads (16-bit elements)."""

@@ -4,8 +4,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, SplitCosts
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan, make_plan
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, interpreting
 
 
 def plan_slots(

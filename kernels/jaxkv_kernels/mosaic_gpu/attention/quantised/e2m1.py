@@ -11,15 +11,8 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.attention.quantised.lanes import Pairs, in_stage
-from jaxkv_kernels.mosaic_gpu.runtime.elements import (
-    WARP_ROWS,
-    Lane,
-    as_pair,
-    fragmented,
-    registers_of,
-    words,
-)
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import WARP_ROWS, Lane, as_pair, fragmented, registers_of, words
+from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 
 UNIT = 2.0**14
 """What converted values must be multiplied by."""

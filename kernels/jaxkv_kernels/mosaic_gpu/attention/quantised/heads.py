@@ -13,7 +13,7 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copi
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import token_rows
 from jaxkv_kernels.mosaic_gpu.attention.quantised import lanes
 from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, KEY_GROUP, Tiles, words
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import array
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 

@@ -6,7 +6,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import (
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import (
     LANES,
     WARP_ROWS,
     Lane,
@@ -17,7 +17,8 @@ from jaxkv_kernels.mosaic_gpu.runtime.elements import (
     registers_of,
     words,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import LOAD_SHARED, at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.memory import LOAD_SHARED
 
 Pairs = tuple[tuple[int, int], ...]
 """The columns, of 8, in each of four words."""

@@ -14,7 +14,7 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns
 from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import PageTable, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.quantised import lanes
 from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, KEY_GROUP, PLAIN, Array, Tiles, words
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import array
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 from jaxkv_kernels.mosaic_gpu.unsupported import LATENT, ROPE

@@ -15,8 +15,8 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.page_table import copies_per_tile
 from jaxkv_kernels.mosaic_gpu.attention.quantised import e2m1, lanes
 from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import KVTiles
 from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, KEY_GROUP, PLAIN, Array, N, words
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import INT8_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx.convert import INT8_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import array
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, SCALAR, WGMMA
 
 

@@ -26,8 +26,8 @@ from jaxkv_kernels.mosaic_gpu.attention.config import TILE
 from jaxkv_kernels.mosaic_gpu.attention.gather.scaling import scale_to_fit
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns
 from jaxkv_kernels.mosaic_gpu.attention.quantised import lanes
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import array
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, SCALAR, WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 

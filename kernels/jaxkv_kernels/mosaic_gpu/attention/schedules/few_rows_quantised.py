@@ -79,9 +79,8 @@ from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, KEY_GROUP, STATS, N, Tiles
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import load_work_range, load_work_tile
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, floordiv, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.device import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, over_columns, over_rows, store, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled

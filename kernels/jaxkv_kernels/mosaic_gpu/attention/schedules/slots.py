@@ -91,9 +91,8 @@ from jaxkv_kernels.mosaic_gpu.attention.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.attention.work import WorkTile, load_work_range, load_work_tile
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
-from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.device import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     COLUMN,

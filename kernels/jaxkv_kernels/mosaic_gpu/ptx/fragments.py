@@ -7,7 +7,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 
 LANES, WARP_ROWS = 128, 16
 """Lanes of a warpgroup; rows of a wgmma tile that a warp has."""

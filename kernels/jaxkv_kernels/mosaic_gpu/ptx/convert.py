@@ -1,6 +1,6 @@
-"""What a lane does with the 32-bit words of a chunk: MLIR and inline PTX.
+"""Conversions of values of a lane, and the scales of quantised formats.
 
-A chunk is `CHUNK` values, packed in order into words of 4 bytes.  Values are converted by way of float32, which holds
+A chunk is eight values, packed in order into words of 4 bytes.  Its values are converted by way of float32, which holds
 every value of the stored dtypes exactly.
 """
 
@@ -10,8 +10,22 @@ import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, f32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.float32 import Divisor, scaled
+from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, f32, i32, ptx
 
+E4M3_TO_F16 = (
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+)
+"""Converts a word of four e4m3 values to two words of two float16 values each."""
+INT8_TO_F16 = (
+    "{ .reg .b32 x, offset; xor.b32 x, $2, 0x80808080; mov.b32 offset, 0x64806480; "
+    "prmt.b32 $0, x, 0x64646464, 0x4140; sub.rn.f16x2 $0, $0, offset; "
+    "prmt.b32 $1, x, 0x64646464, 0x4342; sub.rn.f16x2 $1, $1, offset; }"
+)
+"""Converts a word of four int8 values to two words of two float16 values each.
+
+A byte of 128 more than the value is the low byte of a float16 between 1,024 (0x6400) and 2,048, from which 1,152
+(0x6480) is subtracted."""
 MAGNITUDE, INFINITY, NAN = 0x7FFFFFFF, 0x7F800000, 0x7FC00000
 """Bits of float32 values: a mask of all bits but the sign, infinity, a NaN."""
 WIDEN = {
@@ -57,20 +71,6 @@ NARROW = {
 }
 """A word of float32 values, rounded to nearest even; e4m3 saturates."""
 PER_WORD = {"e4m3": 4, "int8": 4, "bfloat16": 2, "float16": 2}
-RECIPROCAL = (
-    "{ .reg .f32 y, e; rcp.approx.ftz.f32 y, $1; neg.f32 e, $1; fma.rn.f32 e, e, y, 0f3F800000; "
-    "fma.rn.f32 $0, y, e, y; }"
-)
-"""1 / $1, correctly rounded if the exponent of $1 is not extreme, in the steps that ptxas takes for `rcp.rn`."""
-DIVIDE = (
-    "{{ .reg .f32 q, r; .reg .b32 s, t; mul.rn.f32 q, $1, $3; mov.b32 s, q; "
-    "neg.f32 r, q; fma.rn.f32 r, r, $2, $1; fma.rn.f32 q, r, $3, q; min.xorsign.abs.f32 q, q, {limit}; "
-    "neg.f32 r, q; fma.rn.f32 r, r, $2, $1; fma.rn.f32 q, r, $3, q; "
-    "mov.b32 t, q; lop3.b32 t, t, s, 0x80000000, 0xD8; mov.b32 $0, t; }}"
-)
-"""$1 / $2, where $3 is the rounded reciprocal of $2 (`quotients`)."""
-LIMIT, WIDE_LIMIT = "0f44000000", "0f71800000"
-"""512 and 2**100."""
 
 
 def widen(words: list[Any], dtype: str) -> list[Any]:
@@ -110,99 +110,12 @@ def _joined(fields: list[Any], bits: int) -> Any:
     return word
 
 
-def scaled(values: list[Any], factor) -> list[Any]:
-    """`values` times a factor."""
-    return [_product(value, factor) for value in values]
-
-
-def multiplied_and_added(values: list[Any], factor, before: list[Any]) -> list[Any]:
-    """`before` plus values times a factor."""
-    return [
-        ptx("fma.rn.f32 $0, $1, $2, $3;", value, factor, other, result_types=f32())
-        for value, other in zip(values, before, strict=True)
-    ]
-
-
-def negated(x) -> Any:
-    """A float32 value times -1."""
-    return ptx("neg.f32 $0, $1;", x, result_types=f32())
-
-
-def sums_of_products(a: list[Any], b: list[Any], c: list[Any], d: list[Any]) -> list[Any]:
-    """a * b + c * d of float32 values, each product and each sum rounded."""
-    return [
-        ptx("add.rn.f32 $0, $1, $2;", _product(*first), _product(*second), result_types=f32())
-        for first, second in zip(zip(a, b, strict=True), zip(c, d, strict=True), strict=True)
-    ]
-
-
-class Divisor:
-    """A float32 number by which values are divided, rounded once, to become e4m3.
-
-    The quotient is computed from the reciprocal and corrected twice.  After the first correction it is off by less than
-    one unit in the last place.  The second rounds correctly (Markstein), because the remainders are exact, unless the
-    quotient is too small for e4m3.  A quotient beyond 512 is limited to 512 before the second correction, whose
-    remainder would overflow; it saturates in e4m3 anyway.  The sign is that of the first quotient, because the
-    correction of a zero loses it.
-
-    This needs a divisor that is far from the ends of float32's range.  So values and divisor are first multiplied by a
-    power of two that brings the divisor near 1; if that overflows or underflows, so does the quotient in e4m3.
-    Instead of dividing by 0, inf or NaN, values are multiplied by the reciprocal.
-
-    With `wide`, quotients up to 2**100 are correct, and larger ones at least as large.
-    """
-
-    def __init__(self, value, *, wide: bool = False):
-        self._divide = DIVIDE.format(limit=WIDE_LIMIT if wide else LIMIT)
-        one, exponent = mgpu.c(1.0, f32()), _exponent(value)
-        zero = arith.cmpf(arith.CmpFPredicate.OEQ, value, mgpu.c(0.0, f32()))
-        special = arith.ori(zero, arith.cmpi(arith.CmpIPredicate.eq, exponent, c32(255)))
-        power = _power_of_two(arith.minsi(arith.maxsi(arith.subi(c32(254), exponent), c32(1)), c32(253)))
-        reciprocal = ptx("rcp.approx.ftz.f32 $0, $1;", value, result_types=f32())
-        self._factor = arith.select(special, reciprocal, power)
-        self._value = arith.select(special, one, _product(value, power))
-        self._reciprocal = ptx(RECIPROCAL, self._value, result_types=f32())
-
-    def quotients(self, values: list[Any]) -> list[Any]:
-        """`values` divided by the divisor."""
-        return [
-            ptx(self._divide, value, self._value, self._reciprocal, result_types=f32())
-            for value in scaled(values, self._factor)
-        ]
-
-
-def _product(a, b) -> Any:
-    return ptx("mul.rn.f32 $0, $1, $2;", a, b, result_types=f32())
-
-
-def _exponent(x) -> Any:
-    """The exponent of a float32 number, with its bias of 127."""
-    return arith.andi(arith.shrui(arith.bitcast(i32(), x), c32(23)), c32(255))
-
-
-def _power_of_two(biased) -> Any:
-    """2**(biased - 127)."""
-    return arith.bitcast(f32(), arith.shli(biased, c32(23)))
-
-
 def largest(values: list[Any]) -> Any:
     """The bits of the largest magnitude.  Bits are ordered like magnitudes; those of a NaN are above all others."""
     found = c32(0)
     for value in values:
         found = arith.maxui(found, arith.andi(arith.bitcast(i32(), value), c32(MAGNITUDE)))
     return found
-
-
-def largest_of_lanes(bits, lanes: int) -> Any:
-    """The largest `bits` among `lanes` consecutive lanes."""
-    distance = lanes // 2
-    while distance:
-        other = ptx(
-            f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;", bits, result_types=i32(), has_side_effects=True,
-            convergent=True,
-        )  # fmt: skip
-        bits, distance = arith.maxui(bits, other), distance // 2
-    return bits
 
 
 def power_of_two_scale(amax, smallest_exponent: int, largest: float = 448.0) -> tuple[Any, Any]:
