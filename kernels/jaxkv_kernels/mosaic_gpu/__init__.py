@@ -37,31 +37,27 @@ _KV: Listed = {KVEntry: ("bf16", "f16", "fp8", "int8", "nvfp4")}
 _STATE: Listed = {StateEntry: StateEntry.formats}
 
 KERNELS: dict[str, Kernel] = {
-    "write_mla": _kernel("entries.writes.write_mla", _MOVED_MLA, unsupported.write_mla, BULK_COPIES),
-    "write_kv": _kernel("entries.writes.write_kv", _MOVED_KV, unsupported.write_kv, BULK_COPIES),
-    "write_indexer_k": _kernel(
-        "entries.writes.write_indexer_k", _MOVED_INDEXER, unsupported.write_indexer_k, BULK_COPIES
-    ),
-    "gather_mla": _kernel("entries.gathers.gather_mla", _MOVED_MLA, unsupported.gather_mla, BULK_COPIES),
-    "gather_kv": _kernel("entries.gathers.gather_kv", _MOVED_KV, unsupported.gather_kv, BULK_COPIES),
-    "gather_indexer_k": _kernel(
-        "entries.gathers.gather_indexer_k", _MOVED_INDEXER, unsupported.gather_indexer_k, BULK_COPIES
-    ),
-    "gather_entries": _kernel("entries.gathers.gather_entries", {}, unsupported.gather_entries, BULK_COPIES),
+    "write_mla": _kernel("entries.write_mla", _MOVED_MLA, unsupported.write_mla, BULK_COPIES),
+    "write_kv": _kernel("entries.write_kv", _MOVED_KV, unsupported.write_kv, BULK_COPIES),
+    "write_indexer_k": _kernel("entries.write_indexer_k", _MOVED_INDEXER, unsupported.write_indexer_k, BULK_COPIES),
+    "gather_mla": _kernel("entries.gather_mla", _MOVED_MLA, unsupported.gather_mla, BULK_COPIES),
+    "gather_kv": _kernel("entries.gather_kv", _MOVED_KV, unsupported.gather_kv, BULK_COPIES),
+    "gather_indexer_k": _kernel("entries.gather_indexer_k", _MOVED_INDEXER, unsupported.gather_indexer_k, BULK_COPIES),
+    "gather_entries": _kernel("entries.gather_entries", {}, unsupported.gather_entries, BULK_COPIES),
     "plan_decode": _kernel("attention.plan.plan_decode", {**_MLA, **_KV}, unsupported.plan_decode, WGMMA),
     "decode_mla": _kernel("attention.decode_mla.decode_mla", _MLA, unsupported.decode_mla, WGMMA),
     "decode_mla_sparse": _kernel(
         "attention.decode_mla_sparse.decode_mla_sparse", _MLA, unsupported.decode_mla_sparse, WGMMA
     ),
     "decode_kv": _kernel("attention.decode_kv.decode_kv", _KV, unsupported.decode_kv, WGMMA),
-    "merge_states": _kernel("entries.merge_states.merge_states", {}, unsupported.merge_states, BULK_COPIES),
+    "merge_states": _kernel("merge_states.merge_states", {}, unsupported.merge_states, BULK_COPIES),
     "indexer_logits": _kernel("indexer.logits.indexer_logits", _LOGITS, unsupported.indexer_logits, WGMMA),
     "select_topk": _kernel("indexer.topk.select_topk", {}, unsupported.select_topk, REDUX),
-    "write_state": _kernel("bulk.states.write_state", _STATE, unsupported.write_state, BULK_COPIES),
-    "read_state": _kernel("bulk.states.read_state", _STATE, unsupported.read_state, BULK_COPIES),
-    "copy_blocks": _kernel("bulk.copy_blocks.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
-    "read_blocks": _kernel("bulk.read_blocks.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
-    "write_blocks": _kernel("bulk.write_blocks.write_blocks", {}, unsupported.write_blocks, BULK_COPIES),
+    "write_state": _kernel("copies.write_state", _STATE, unsupported.write_state, BULK_COPIES),
+    "read_state": _kernel("copies.read_state", _STATE, unsupported.read_state, BULK_COPIES),
+    "copy_blocks": _kernel("copies.copy_blocks", {}, unsupported.copy_blocks, BULK_COPIES),
+    "read_blocks": _kernel("copies.read_blocks", {}, unsupported.read_blocks, BULK_COPIES),
+    "write_blocks": _kernel("copies.write_blocks", {}, unsupported.write_blocks, BULK_COPIES),
     "select_experts": _kernel("experts.routing.select_experts", {}, unsupported_experts.select_experts, REDUX),
     "grouped_swiglu": _kernel("experts.swiglu.grouped_swiglu", {}, unsupported_experts.grouped_swiglu, WGMMA),
     "scaled_linear": _kernel("experts.linear.scaled_linear", {}, unsupported_experts.scaled_linear, WGMMA),

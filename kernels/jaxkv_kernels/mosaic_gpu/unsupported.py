@@ -12,10 +12,9 @@ from jaxkv_kernels.kernel import apart
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS, by_slots
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import TILE_COLUMNS, origin_step
-from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
-from jaxkv_kernels.mosaic_gpu.bulk.entry_bytes import EntryBytes
-from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
-from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
+from jaxkv_kernels.mosaic_gpu.copies import block_runs
+from jaxkv_kernels.mosaic_gpu.entry_copies import MOST_BYTES, EntryBytes, token_ways
+from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
 from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA, unavailable_reasons
 

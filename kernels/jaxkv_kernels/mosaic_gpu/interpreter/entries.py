@@ -1,9 +1,8 @@
-"""The counterpart of `lanes.py` for Pallas's interpreter, which runs no inline PTX: arrays instead of lanes.
+"""The counterpart of `Lanes` for Pallas's interpreter, which runs no inline PTX: arrays instead of lanes.
 
 The formats' own conversions replace those of the lanes.  The kernels' code computes which entry goes where.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import jax.numpy as jnp
@@ -14,16 +13,12 @@ from jaxkv_kernels.formats.bits import FP8, corrected_quotient, largest_magnitud
 from jaxkv_kernels.formats.format import SHORT_NAMES
 from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, from_e8m0, to_e2m1, to_e8m0
 from jaxkv_kernels.formats.int8 import SMALLEST_SCALE
-from jaxkv_kernels.mosaic_gpu.entries.fields import Field, PartAddress
-from jaxkv_kernels.mosaic_gpu.entries.teams import Teams
+from jaxkv_kernels.mosaic_gpu.entry_fields import Field, PartAddress
 from jaxkv_kernels.rotary import rotated
 
 
-@dataclass(frozen=True)
 class InterpretedLanes:
     """Moves entries in the interpreter, by whole fields; the cache is bytes."""
-
-    teams: Teams
 
     def buffer(self, buffer):
         """The operand that holds the cache: its bytes, a copy if its dtype is wider."""

@@ -1,36 +1,172 @@
-"""What a lane does to move its chunks of an entry (`teams.py` has the mapping of lanes): loads, conversions, stores.
+"""What lanes do to move entries between the cache, or arrays of values, and registers.
 
-Each of the lanes of a team moves chunk `lane + round * lanes` of a field.  All loads of an entry are issued before the
-first is waited for.  Loads and stores are as wide as the alignment of the addresses allows.
+Teams.  A team is a warp, or half a warp if no field of an entry has more than 16 chunks.  All lanes of a team compute
+the same indices.  Mosaic computes scalars in every lane, so a kernel's scalars may differ from team to team.  A branch
+on such a scalar must not contain instructions in which all lanes of a warp take part.
+
+Lanes.  Each of the lanes of a team moves chunk `lane + round * lanes` of a field.  All loads of an entry are issued
+before the first is waited for.  Loads and stores are as wide as the alignment of the addresses allows.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import batched
 from math import gcd
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.formats.int8 import SMALLEST_SCALE
-from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, WIDEST, Field, PartAddress
-from jaxkv_kernels.mosaic_gpu.entries.memory import (
-    array,
-    both,
-    chunks_of,
-    offset_of,
-    scalar,
-    strided,
-    times,
-    true,
-)
-from jaxkv_kernels.mosaic_gpu.entries.teams import WARPGROUP, Teams
-from jaxkv_kernels.mosaic_gpu.ptx import convert, float32
-from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, f32, i32
+from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, WIDEST, Field, PartAddress
+from jaxkv_kernels.mosaic_gpu.interpreter.entries import InterpretedLanes
+from jaxkv_kernels.mosaic_gpu.ptx import convert, float32, fragments
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import splat
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, f32, i32, i64
 from jaxkv_kernels.mosaic_gpu.ptx.memory import load_byte, load_words, store_byte, store_words
 from jaxkv_kernels.mosaic_gpu.ptx.warp import largest_of_lanes
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
+
+WARP, WARPGROUP = 32, 128
+WARPGROUPS = 2
+"""Warpgroups per CTA.  One takes the same time; four take up to 20 % more (H200)."""
+TOGETHER, MANY, SHORT = 2, 1024, 4
+"""A team moves `TOGETHER` entries if one each would take more than `MANY` lanes per multiprocessor, and an entry has
+at most `SHORT` chunks per lane.  Otherwise it moves one.
+
+Times for 8,192 latents in microseconds (H200, data not in the L2 cache).  With 1 and 2 entries per team, `fp8` was
+written in 6.2 and 5.3, and read in 6.0 and 5.8.  With 1, 2 and 4, `fp8_ds_mla` was written in 5.5, 5.5 and 5.8, and
+read in 6.2, 6.1 and 6.1.
+"""
+
+
+@dataclass(frozen=True)
+class Teams:
+    """Teams of `lanes` lanes that move `entries` entries."""
+
+    lanes: int
+    entries: int
+    interpret: bool
+    together: int
+    """Entries per team."""
+
+    @property
+    def in_cta(self) -> int:
+        """The number of entries of a CTA."""
+        return self._warpgroups * WARPGROUP // self.lanes * self.together
+
+    @property
+    def _warpgroups(self) -> int:
+        return 1 if self.interpret else WARPGROUPS
+
+    def rounds(self, field: Field) -> int:
+        """The number of chunks of a field that a lane moves."""
+        return -(-field.chunks // self.lanes)
+
+    def run(
+        self, name: str, load: Callable[..., Any], store: Callable[..., None], *operands, out_type: Any = ()
+    ) -> Any:
+        """Runs a kernel in which `store(load(i, inside, *refs), *refs)` moves entry i.
+
+        A team with several entries loads all of them before it stores the first.  Teams past the last entry load that
+        one again, with `inside` False, in which case `store` must store nothing.
+        """
+
+        def body(*refs):
+            first = lax.axis_index("cta") * self.in_cta
+
+            def move(i):
+                entries = [i + n for n in range(self.together)]
+                loaded = [load(jnp.minimum(i, self.entries - 1), i < self.entries, *refs) for i in entries]
+                for one in loaded:
+                    store(one, *refs)
+
+            if self.interpret:
+                lax.fori_loop(0, self.in_cta, lambda team, _: move(first + team), None)
+            else:
+                move(first + lax.div(_thread(), jnp.int32(self.lanes)) * self.together)
+
+        body.__name__ = name
+        return kernel(
+            body,
+            interpret=self.interpret,
+            auto_barriers=False,
+            out_type=out_type,
+            grid=(-(-self.entries // self.in_cta),),
+            grid_names=("cta",),
+            num_threads=self._warpgroups,
+            thread_name="wg",
+        )(*operands)
+
+
+def teams(fields: tuple[Field, ...], entries: int, *, most: int = TOGETHER) -> Teams:
+    """Teams for entries of these fields, with at most `most` entries each."""
+    interpret = bool(interpreting.value)
+    lanes = WARP // 2 if max(field.chunks for field in fields) <= WARP // 2 else WARP
+    short = sum(-(-field.chunks // lanes) for field in fields) <= SHORT
+    together = most if entries * lanes > MANY * multiprocessors() and short and not interpret else 1
+    return Teams(lanes, entries, interpret, together)
+
+
+def _thread():
+    """The index of the calling thread in its CTA."""
+
+    @plgpu.inline_mgpu(arg_types=(), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR))
+    def thread(_):
+        return splat(mgpu.utils.thread_idx())
+
+    return thread()
+
+
+def strided(per_lane: int, together: int) -> Any:
+    """The layout of int32 arrays [128 * per_lane] in which a lane holds vectors of `together` words."""
+    return plgpu.Layout.WG_STRIDED((WARPGROUP * per_lane,), together)
+
+
+def array(chunks, kind=None) -> Any:
+    """An array in the layout `strided`, made of a lane's chunks: lists of words, or of values of another type."""
+    together = min(len(chunks[0]), 4)
+    flat = [word for chunk in chunks for word in chunk]
+    return fragments.array([*batched(flat, together)], strided(len(flat), together), kind)
+
+
+def chunks_of(raw, count: int) -> list[list[Any]]:
+    """The chunks of `count` words of an array."""
+    return [[*chunk] for chunk in batched(fragments.elements(raw), count)]
+
+
+def scalar(x) -> Any:
+    """The register of a scalar."""
+    return x.registers.item()
+
+
+def true(x) -> Any:
+    """Whether an int32 scalar is not 0."""
+    return arith.cmpi(arith.CmpIPredicate.ne, scalar(x), c32(0))
+
+
+def both(first, second) -> Any:
+    """Whether both conditions hold.  None is a condition that always holds."""
+    return first if second is None else second if first is None else arith.andi(first, second)
+
+
+def times(x, factor: int) -> Any:
+    """A non-negative 32-bit integer times a constant, in 64 bits."""
+    return arith.muli(arith.extui(i64(), x), c64(factor))
+
+
+def offset_of(address: PartAddress, index) -> Any:
+    """The byte at which a part of an entry lies."""
+    found = c64(address.first)
+    for i, stride in address.terms(index):
+        found = arith.addi(found, times(i, stride))
+    return found
+
 
 AXES = ("layer", "block", "head", "token")
 BITS = {"e2m1x2": 4, "e4m3": 8, "int8": 8, "bfloat16": 16, "float16": 16, "float32": 32}
@@ -39,7 +175,7 @@ BITS = {"e2m1x2": 4, "e4m3": 8, "int8": 8, "bfloat16": 16, "float16": 16, "float
 
 @dataclass(frozen=True)
 class Lanes:
-    """Moves entries on the GPU; `interpreted.py` has the counterpart for the interpreter."""
+    """Moves entries on the GPU; `interpreter/entries.py` has the counterpart for the interpreter."""
 
     teams: Teams
 
@@ -381,3 +517,20 @@ def _by_axis(index) -> dict[str, Any]:
 def _place(ref, address: PartAddress, index) -> Any:
     """The address at which a part of an entry begins."""
     return at(mgpu.utils.memref_ptr(ref), offset_of(address, index))
+
+
+def mover(teams: Teams) -> Any:
+    """`Lanes`, or its counterpart in the interpreter."""
+    if teams.interpret:
+        return InterpretedLanes()
+    return Lanes(teams)
+
+
+def step_of(scale_ref) -> int:
+    """The step from one head's scale to the next: 1 in scales [H], 0 in scales [1], which all heads share."""
+    return int(scale_ref.shape[0] > 1)
+
+
+def scale_of(field: Field, scales) -> Any:
+    """The caller's scale of a field; None if it has none.  `scales` has one per value, or a single one for all."""
+    return scales[min(field.number, len(scales) - 1)] if field.scaled else None

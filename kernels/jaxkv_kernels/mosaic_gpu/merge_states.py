@@ -16,35 +16,27 @@ Barriers.  None.
 Budget.  No shared memory.  Registers: the rows of up to `TOGETHER` partial results, and a sum in float32.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.mosaic_gpu.entries.fields import Field, PartAddress
-from jaxkv_kernels.mosaic_gpu.entries.movers import mover
-from jaxkv_kernels.mosaic_gpu.entries.teams import teams
-from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
+from jaxkv_kernels.mosaic_gpu.entry_fields import Field, PartAddress
+from jaxkv_kernels.mosaic_gpu.entry_lanes import mover, teams
 
 TOGETHER = 8
 """The most partial results whose rows are loaded at the same time."""
 
 
+@jax.jit
 def merge_states(outs, lses):
     """Merges outs [N, ..., D] and lses [N, ...] into out [..., D] and float32 lse [...]."""
-    return _merge(outs, lses, interpret=bool(interpreting.value))
-
-
-@partial(jax.jit, static_argnames="interpret")
-def _merge(outs, lses, *, interpret):
     parts, *rows, size = outs.shape
     count = lses[0].size
     shapes = [jax.ShapeDtypeStruct((count, size), outs.dtype), jax.ShapeDtypeStruct((count,), jnp.float32)]
     if not count:
         return jnp.zeros(outs.shape[1:], outs.dtype), jnp.zeros(rows, jnp.float32)
     field = Field(0, size, str(outs.dtype), PartAddress(0, ()))
-    team = teams((field,), count, interpret=interpret, most=1)
+    team = teams((field,), count, most=1)
     lanes = mover(team)
 
     def row_of(part, i, out_refs):
