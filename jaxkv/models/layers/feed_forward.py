@@ -12,7 +12,7 @@ from jaxkv_kernels.mosaic_gpu.experts import unsupported
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.xla.experts.swiglu import gated
 
-swiglu_of_one = imported_when_called("jaxkv_kernels.mosaic_gpu.one_token.experts", "swiglu_of_one")
+swiglu_of_one = imported_when_called("jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token", "swiglu_of_one")
 
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=None) -> jax.Array:

@@ -15,7 +15,8 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import TILE_COLUMNS, o
 from jaxkv_kernels.mosaic_gpu.copies import block_runs
 from jaxkv_kernels.mosaic_gpu.entry_copies import MOST_BYTES, EntryBytes, token_ways
 from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, fields_of
-from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
+from jaxkv_kernels.mosaic_gpu.indexer_keys import key_rows
+from jaxkv_kernels.mosaic_gpu.indexer_work import QUERY_ROWS, rows_per_token
 from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA, unavailable_reasons
 
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)

@@ -9,7 +9,7 @@ import jaxkv
 from jaxkv.fuzz.case import Case
 from jaxkv.fuzz.families import OPERATIONS, draw_case
 from jaxkv_kernels import mosaic_gpu
-from jaxkv_kernels.mosaic_gpu.experts.linear import MOST_TOKENS
+from jaxkv_kernels.mosaic_gpu.scaled_linear import MOST_TOKENS
 from support.available import assume_available
 from support.cases import slow
 

@@ -4,9 +4,9 @@ logit[j] = sum over heads h of relu(q_h . k_j) * w_h, times the scale of key j.
 
 The query tokens of a request are divided into groups of up to 256 rows (query tokens x heads).  Below, and in the
 kernel, "request" means such a group.  A persistent CTA per multiprocessor has an even share of all tiles of 64 keys
-(`work.py`).  One warpgroup, the producer, copies keys and scales by TMA; each of the others, the consumers, multiplies
-tiles of its own: keys are the left operand of wgmma (64 rows), the queries of all heads the right one.  Timeline of a
-CTA:
+(`indexer_work.py`).  One warpgroup, the producer, copies keys and scales by TMA; each of the others, the consumers,
+multiplies tiles of its own: keys are the left operand of wgmma (64 rows), the queries of all heads the right one.
+Timeline of a CTA:
 
     producer     queries of the 1st request | tiles 0, 1, 2, ... as fast as stages are free | queries of the 2nd ...
     consumers    -inf past the requests' ends | tile w, w + consumers, w + 2 * consumers, ...
@@ -31,8 +31,9 @@ Registers of a consumer: 32 of products and 16 of weights per 64 rows of queries
 keys and bf16 or f16 queries, it also has the keys, 16 of bytes and 32 of float16.
 """
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -41,24 +42,80 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.formats.bits import FP8
-from jaxkv_kernels.mosaic_gpu.indexer.blocks import WINDOW, BlockWindows
-from jaxkv_kernels.mosaic_gpu.indexer.config import TILE, IndexerConfig, default_config
-from jaxkv_kernels.mosaic_gpu.indexer.groups import Groups
-from jaxkv_kernels.mosaic_gpu.indexer.key_rows import COLUMNS, rows_per_token
-from jaxkv_kernels.mosaic_gpu.indexer.keys import DIM, KeyTiles, key_tiles
-from jaxkv_kernels.mosaic_gpu.indexer.stores import fill, padded, store_logits, weigh
-from jaxkv_kernels.mosaic_gpu.indexer.work import Tiles, find_share
+from jaxkv_kernels.mosaic_gpu import indexer_lanes
+from jaxkv_kernels.mosaic_gpu.indexer_keys import DIM, KeyTiles, key_tiles
+from jaxkv_kernels.mosaic_gpu.indexer_lanes import WINDOW
+from jaxkv_kernels.mosaic_gpu.indexer_work import COLUMNS, TILE, Groups, Tiles, rows_per_token
+from jaxkv_kernels.mosaic_gpu.interpreter import indexer as interpreted
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
-from jaxkv_kernels.tuning import configuration
+from jaxkv_kernels.tuning import configuration, require
 
 RESERVED = 3072
 """Bytes of shared memory for barriers, alignment and weights."""
 LARGEST = 2.0**15
 """An upper bound of the magnitudes of bf16 queries after they are scaled to fit float16."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexerConfig:
+    """The numbers of `indexer_logits` that can be tuned.
+
+    Times are in milliseconds on an H200 (jax 0.11.2), for 64 requests of 32,768 tokens with 64 heads unless another
+    call is named.
+    """
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "consumers": (2, 3, 4),
+        "stages_per_consumer": (2, 3, 4, 6),
+        "query_stages": (1, 2),
+    }
+
+    consumers: int = 3
+    """Warpgroups that multiply; each has tiles of its own."""
+    stages_per_consumer: int = 3
+    """Tiles of keys in shared memory, per consumer; fewer if queries leave less room.  With 2, 3, 4 and 6 stages,
+    calls with two query tokens of e4m3 take 0.0825, 0.0807, 0.0813 and 0.0830 ms."""
+    query_stages: int = 2
+    """How many groups of query tokens (`Groups`) have their queries in shared memory at once."""
+    producer_registers: int = 40
+    """Registers per lane of the producer warpgroup."""
+
+    @property
+    def consumer_registers(self) -> int:
+        """Registers per lane of each consumer: an equal share of those at launch, less the producer's."""
+        warpgroups = self.consumers + 1
+        launched = 512 // warpgroups // 8 * 8 * warpgroups
+        return (launched - self.producer_registers) // self.consumers // 8 * 8
+
+    def __post_init__(self):
+        require(
+            2 <= self.consumers <= 4, self, "consumers", "2 to 4, as a warpgroup has at most 256 registers per lane"
+        )
+        require(self.stages_per_consumer >= 1, self, "stages_per_consumer", "1 or more")
+        require(1 <= self.query_stages <= 2, self, "query_stages", "1 or 2, which always fit in shared memory")
+        require(self.producer_registers in (24, 40, 56), self, "producer_registers", "24, 40 or 56")
+
+
+def default_config(*, quantised: bool, converted: bool, columns: int) -> IndexerConfig:
+    """The default configuration of a call.
+
+    `columns` is the width of its products (query tokens x heads); `quantised` is whether keys are e4m3, and `converted`
+    whether they are converted to the dtype of the queries.
+
+    Four consumers with two stages each are compared with the three consumers with three stages of `IndexerConfig`.  For
+    e4m3 keys and two query tokens of e4m3 (128 columns), four take 0.0799 instead of 0.0807, but for one query token
+    (64 columns) 0.0700 instead of 0.0690.  For converted keys and one query token of bf16 (64 columns), they take
+    0.0882 (0.0897 with three stages) instead of 0.0946; with 128 columns, converted keys leave too few registers for
+    four consumers.  For a chunk of 512 query tokens of one request, four consumers with three stages take 0.250 instead
+    of 0.254 with e4m3 keys; with bf16 keys, four consumers take 0.505 instead of 0.387.
+    """
+    if quantised and (columns > TILE) != converted:
+        return IndexerConfig(consumers=4, stages_per_consumer=2)
+    return IndexerConfig()
 
 
 def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
@@ -142,8 +199,8 @@ def _run(
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         layer = layer_ref[0]
         in_cache = (layer >= 0) & (layer < pages.num_layers)
-        windows = BlockWindows(table_ref, interpret)
-        share = find_share(length_ref, cta, ctas, tiles, in_cache, filled=False, interpret=interpret)
+        lanes = interpreted if interpret else indexer_lanes
+        share = lanes.find_share(length_ref, cta, ctas, tiles, in_cache, filled=False)
 
         def each_request(run):
             """Calls `run(used, n, request, begin, end)` for every request of the share.
@@ -170,17 +227,17 @@ def _run(
             table = groups.request(request)
 
             def one(window, blocks):
-                ahead = windows.load(table, window + 1)
+                ahead = lanes.load_window(table_ref, table, window + 1)
                 first = window * tiles_per_window
                 run(blocks, first, jnp.maximum(first, begin), jnp.minimum(first + tiles_per_window, end))
                 return ahead
 
-            lax.fori_loop(first_window, last_window + 1, one, windows.load(table, first_window))
+            lax.fori_loop(first_window, last_window + 1, one, lanes.load_window(table_ref, table, first_window))
 
         def blocks_of(blocks, first, tile):
             """The blocks of a tile's copies."""
             column = floordiv((tile - first) * (TILE // part), max(block_size // TILE, 1))
-            return [windows.block(blocks, column + c) for c in range(copies)]
+            return [lanes.block_of(table_ref, blocks, column + c) for c in range(copies)]
 
         def known(block):
             return (block >= 0) & (block < pages.num_blocks)
@@ -292,14 +349,14 @@ def _run(
                             if each == width
                             else (scores[:, low : low + each], weight[low : low + each])
                         )
-                        partial[token] = weigh(partial.get(token), *own, interpret=interpret)
+                        partial[token] = lanes.weigh(partial.get(token), *own)
                         # Two tokens at a time: each lane of a quad then stores one logit.
                         if rest == 0 and (token % 2 == 1 or token == tokens - 1):
                             even = token - token % 2
-                            store_logits(
+                            lanes.store_logits(
                                 out_ref, groups.row(request, even), tile * TILE, length - (tokens - 1) + even, in_table,
                                 part, [partial.pop(t) for t in range(even, token + 1)], scale,
-                                skipped=groups.skipped(request, even), interpret=interpret,
+                                skipped=groups.skipped(request, even),
                             )  # fmt: skip
 
             def run(used, n, request, begin, end):
@@ -329,7 +386,7 @@ def _run(
 
         def fill_share():
             """Stores -inf to the tiles that are not computed; the consumers share them by rows of the result."""
-            rest = find_share(length_ref, cta, ctas, tiles, in_cache, filled=True, interpret=interpret)
+            rest = lanes.find_share(length_ref, cta, ctas, tiles, in_cache, filled=True)
 
             def one(request, _):
                 computed = tiles.computed(jnp.where(in_cache, length_ref[request], 0))
@@ -341,17 +398,19 @@ def _run(
 
                     @pl.when((lax.rem(row, jnp.int32(consumers)) == wg) & real)
                     def _(row=row):
-                        fill(out_ref, row, first, jnp.minimum(last, max_len), interpret=interpret)
+                        lanes.fill(out_ref, row, first, jnp.minimum(last, max_len))
 
             lax.fori_loop(rest.first_request, rest.last_request + 1, one, None)
 
         lax.cond(wg == consumers, producer, consumer)
 
+    # The interpreter stores whole tiles.
+    length = tiles.per_request * TILE if interpret else max_len
     return kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
-        out_type=jax.ShapeDtypeStruct((groups.rows(requests), padded(max_len, interpret=interpret)), jnp.float32),
+        out_type=jax.ShapeDtypeStruct((groups.rows(requests), length), jnp.float32),
         grid=(ctas,),
         grid_names=("cta",),
         num_threads=consumers + 1,

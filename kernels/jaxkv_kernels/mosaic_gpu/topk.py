@@ -22,26 +22,23 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.indexer import chunk as chunks
-from jaxkv_kernels.mosaic_gpu.indexer.chunk import COUNTERS, EMPTY, THREADS, UNIT
-from jaxkv_kernels.mosaic_gpu.indexer.sorting import store_sorted
+from jaxkv_kernels.mosaic_gpu import topk_chunk, topk_sorting
+from jaxkv_kernels.mosaic_gpu.interpreter import topk as interpreted
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
+from jaxkv_kernels.mosaic_gpu.topk_chunk import COUNTERS, EMPTY, THREADS, UNIT
 
 CHUNK = 8192
 NOWHERE = -(2**31)
 """A place that precedes all others, even those of elements past the end of a row."""
 
 
+@partial(jax.jit, static_argnames="k")
 def select_topk(logits, *, k):
     """Maps logits [..., N] to int32 positions [..., k], largest first, equal logits by position; -1 for -inf."""
-    return _select(logits, k=k, interpret=bool(interpreting.value))
-
-
-@partial(jax.jit, static_argnames=("k", "interpret"))
-def _select(logits, *, k, interpret):
     *leading, length = logits.shape
     if not logits.size:
         return jnp.full((*leading, k), -1, jnp.int32)
@@ -50,15 +47,16 @@ def _select(logits, *, k, interpret):
         length = values.shape[1]
         size = min(CHUNK, -(-length // UNIT) * UNIT)
         count = -(-length // size)
-        found = _keep(values, places, size=size, count=count, k=k, end=end, interpret=interpret)
+        found = _keep(values, places, size=size, count=count, k=k, end=end)
         if count == 1:
             return found[0].reshape(*leading, k)
         values, places = found
 
 
-def _keep(values, places, *, size, count, k, end, interpret):
+def _keep(values, places, *, size, count, k, end):
     """Keys and places [rows, count * k] of the k largest of each chunk, or with one chunk sorted places [rows, k]."""
-    rows = values.shape[0]
+    rows, interpret = values.shape[0], bool(interpreting.value)
+    chunks = interpreted if interpret else topk_chunk
     last = count == 1
     sorted_size = max(THREADS, 1 << (k - 1).bit_length())
 
@@ -72,18 +70,19 @@ def _keep(values, places, *, size, count, k, end, interpret):
             pdl_launch_dependents(values_ref, interpret=interpret)
         row, part = lax.axis_index("row"), lax.axis_index("chunk")
         first = part * size
-        keys = chunks.load(values_ref, row, first, size, logits=places is None, interpret=interpret)
+        keys = chunks.load(values_ref, row, first, size, logits=places is None)
         if places_ref is None:
-            at = chunks.places(first, size, interpret=interpret)
+            at = chunks.places(first, size)
         else:
-            at = chunks.load(places_ref, row, first, size, logits=False, interpret=interpret)
-        least, before, low, high = _search(counters, keys, at, k, end, interpret)
+            at = chunks.load(places_ref, row, first, size, logits=False)
+        least, before, low, high = _search(chunks, counters, keys, at, k, end)
         refs, index, slots = (memory[:2], (), sorted_size) if last else (outs, (row, part), k)
-        chunks.collect(counters, keys, at, least, before, refs, index, slots, interpret=interpret)
+        chunks.collect(counters, keys, at, least, before, refs, index, slots)
         if last:
             if not interpret:
                 _barrier()
-            store_sorted(memory, counters, low, high, outs[0], row, k, interpret=interpret)
+            store_sorted = (interpreted if interpret else topk_sorting).store_sorted
+            store_sorted(memory, counters, low, high, outs[0], row, k)
 
     shape = jax.ShapeDtypeStruct
     return kernel(
@@ -100,22 +99,23 @@ def _keep(values, places, *, size, count, k, end, interpret):
     )(values, *([] if places is None else [places]))
 
 
-def _search(counters, keys, places, k: int, end: int, interpret: bool):
+def _search(chunks, counters, keys, places, k: int, end: int):
     """Returns a key and a place, and a lower bound and the maximum of the k largest keys.
 
     The k largest logits are those above the key, and those equal to it before the place.
 
-    `end` is the number of places.  With k or fewer logits above EMPTY, the key is EMPTY and the place NOWHERE.
+    `chunks` has the operations on chunks.  `end` is the number of places.  With k or fewer logits above EMPTY, the key
+    is EMPTY and the place NOWHERE.
     """
-    count = partial(chunks.count, counters, keys=keys, interpret=interpret)
+    count = partial(chunks.count, counters, keys=keys)
     valid = count(step=jnp.int32(0), least=jnp.int32(EMPTY + 1))
-    low, high = chunks.extremes(counters, keys, interpret=interpret)
+    low, high = chunks.extremes(counters, keys)
 
     def guess(step, low, at_low, high, at_high):
         """A key above `low` and below `high`."""
         middle = (low & high) + ((low ^ high) >> 1)
         share = (at_low - k).astype(jnp.float32) / (at_low - at_high).astype(jnp.float32)
-        found = chunks.between(low, high, share, interpret=interpret)
+        found = chunks.between(low, high, share)
         usable = (found > low) & (lax.rem(step, jnp.int32(3)) != 0)
         return jnp.clip(jnp.where(usable, found, middle), low + 1, high - 1)
 
@@ -145,7 +145,7 @@ def _search(counters, keys, places, k: int, end: int, interpret: bool):
         def halve(carry):
             step, low, high = carry
             middle = low + ((high - low) >> 1)
-            before = chunks.count_before(counters, step, keys, places, least, middle, interpret=interpret)
+            before = chunks.count_before(counters, step, keys, places, least, middle)
             enough = before >= wanted
             return step + 1, jnp.where(enough, low, middle), jnp.where(enough, middle, high)
 
@@ -158,6 +158,4 @@ def _search(counters, keys, places, k: int, end: int, interpret: bool):
 
 def _barrier() -> None:
     """Waits for all threads of the warpgroup."""
-    from jax.experimental.mosaic import gpu as mgpu
-
     plgpu.inline_mgpu()(lambda _: mgpu.utils.warpgroup_barrier())()

@@ -1,11 +1,12 @@
 """`grouped_swiglu`: each token through the experts that it chose, and their weighted sum, on sm_90.
 
-Two products by experts (`products.py`) do the work: gate and up, of which the kernel stores silu(gate) * up, and down.
-XLA prepares their rows, and adds up the experts' results:
+Two products by experts (`expert_products.py`) do the work: gate and up, of which the kernel stores silu(gate) * up, and
+down.  XLA prepares their rows, and adds up the experts' results:
 
-- A single token has kernels of its own (`one_token/experts.py`), unless weights are in float8 or there are biases.
+- A single token has kernels of its own (`grouped_swiglu_one_token.py`), unless weights are in float8 or there are
+  biases.
 - If a tile has room for all tokens, and weights are not in float8, each chosen expert multiplies all of them
-  (`listing.py`), which takes one kernel.  Reading the weights takes longer than the products.
+  (`chosen_experts.py`), which takes one kernel.  Reading the weights takes longer than the products.
 - Otherwise, the tokens' choices are sorted by expert, and the tokens are copied to rows in that order
   (`expert_groups.py`).
 
@@ -19,13 +20,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.expert_groups import expert_groups
-from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, MOST_ROWS, default_config, default_config_of_fp8
-from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
-from jaxkv_kernels.mosaic_gpu.experts.listing import MOST_EXPERTS, list_chosen
-from jaxkv_kernels.mosaic_gpu.experts.products import products
-from jaxkv_kernels.mosaic_gpu.experts.unsupported import MOST_INNER, MOST_PARTS
-from jaxkv_kernels.mosaic_gpu.one_token.experts import one_token
-from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
+from jaxkv_kernels.mosaic_gpu.chosen_experts import MOST_EXPERTS, list_chosen
+from jaxkv_kernels.mosaic_gpu.e4m3_weights import from_positions, in_positions
+from jaxkv_kernels.mosaic_gpu.expert_products import (
+    ALIGN,
+    MOST_ROWS,
+    default_config,
+    default_config_of_fp8,
+    products,
+)
+from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import MOST_INNER, MOST_PARTS, one_token
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
 from jaxkv_kernels.xla.experts.swiglu import shared_swiglu
@@ -44,12 +48,11 @@ def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None
         return routed + shared_swiglu(x, *shared, **kind)
     if not experts.size:
         return jnp.zeros_like(x)
-    interpret = bool(interpreting.value)
     parts = experts.size + (0 if shared is None else len(shared[0]) // gate.shape[1])
     plain = not fp8 and biases is None and alpha is None
     if len(x) == 1 and plain and parts <= MOST_PARTS and gate.shape[1] <= MOST_INNER:
-        return one_token(x, experts, weights, gate, up, down, shared, limit=limit, interpret=interpret)
-    return _swiglu(x, experts, weights, gate, up, down, shared, biases, **kind, config=config, interpret=interpret)
+        return one_token(x, experts, weights, gate, up, down, shared, limit=limit)
+    return _swiglu(x, experts, weights, gate, up, down, shared, biases, **kind, config=config)
 
 
 def _joins(gate, shared, tokens: int, config) -> bool:
@@ -64,8 +67,8 @@ def _joins(gate, shared, tokens: int, config) -> bool:
     return divisible and (tokens <= config.rows or config.rows == MOST_ROWS)
 
 
-@partial(jax.jit, static_argnames=("limit", "alpha", "config", "interpret"))
-def _swiglu(x, experts, weights, gate, up, down, shared, biases, *, limit, alpha, config, interpret):
+@partial(jax.jit, static_argnames=("limit", "alpha", "config"))
+def _swiglu(x, experts, weights, gate, up, down, shared, biases, *, limit, alpha, config):
     count, more, more_first, more_second = gate.shape[0], 0, (), ()
     if shared is not None:
         more = len(shared[0]) // gate.shape[1]
@@ -73,7 +76,7 @@ def _swiglu(x, experts, weights, gate, up, down, shared, biases, *, limit, alpha
         more_second = (shared[2].reshape(x.shape[1], more, -1),)
     scaled = isinstance(gate, TileScaled)
     together = len(x) <= config.rows and not scaled and count + more <= MOST_EXPERTS
-    prepare = partial(_of_all, interpret=interpret) if together else _of_groups
+    prepare = _of_all if together else _of_groups
     rows, places, tiles, num_rows = prepare(x, experts, count, more, config)
     first, second, scales = (gate, up), (down,), ((), ())
     rounds = scaled and gate.e4m3_products
@@ -81,7 +84,7 @@ def _swiglu(x, experts, weights, gate, up, down, shared, biases, *, limit, alpha
         rows = in_positions(rounded_to_e4m3(rows) if rounds else rows)
         scales = (gate.scales, up.scales), (down.scales,)
         first, second = (gate.values, up.values), (down.values,)
-    options = {"num_rows": num_rows, "config": config, "interpret": interpret}
+    options = {"num_rows": num_rows, "config": config}
     following = () if rounds else (*second, *more_second, *scales[1])
     kind = {"biases": () if biases is None else biases[:2], "limit": limit, "alpha": alpha}
     inner = products(rows, first, scales[0], tiles, following, shared=more_first, **kind, **options)
@@ -109,10 +112,10 @@ def _of_groups(x, experts, count: int, more: int, config):
     return x[groups.tokens], groups.rows.T, tiles, len(groups.tokens)
 
 
-def _of_all(x, experts, count: int, more: int, config, *, interpret: bool):
+def _of_all(x, experts, count: int, more: int, config):
     """The same if a tile has all tokens: the tokens, which all tiles share, and a row per token and expert."""
     size = -(-len(x) // ALIGN)
-    tiles = list_chosen(experts, count=count, more=more, size=size, interpret=interpret)
+    tiles = list_chosen(experts, count=count, more=more, size=size)
     num_rows = (count + more) * size * ALIGN
     known, token = (experts >= 0) & (experts < count), jnp.arange(len(x), dtype=jnp.int32)
     places = [*jnp.where(known, experts, count + more).T, *range(count, count + more)]

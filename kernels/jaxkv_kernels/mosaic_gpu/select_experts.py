@@ -1,10 +1,33 @@
-"""What one lane does to choose experts (`routing.py`), and to list those that are chosen (`listing.py`): inline PTX."""
+"""The experts of each token, and their weights: a warp per token.
 
+The lanes of a warp have a token's logits in registers: lane l has those of experts l, l + 32, l + 64, ...  Timeline of
+a warp:
+
+    load | softmax or sigmoids | keys of the scores, in the order of int32 | keep the best groups | per choice: the
+    largest key, the first expert that has it, its score; that expert is out | normalise, store
+
+What bounds it: latency, that of two reductions over the warp per choice.
+Barriers.  None.
+Budget.  No shared memory.  Registers: three per 32 experts, and one per group.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.interpreter import experts as interpreted
 from jaxkv_kernels.mosaic_gpu.ptx.inline import constant, emit
 from jaxkv_kernels.mosaic_gpu.ptx.warp import over_warp
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
+from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
-LANES, WARPGROUP = 32, 128
+WARPS, LANES = 4, 32
+"""Warps, and tokens, of a CTA; lanes of a warp."""
 OUT = "0x80000000"
 """The key of an expert that cannot be chosen: the lowest int32."""
 START = """
@@ -24,32 +47,46 @@ add.s64 row, row, a; add.s64 a, row, ${ids}; @q st.global.b32 [a], mine;
 add.s64 a, row, ${weights}; @q st.global.f32 [a], own;
 """
 
-CLEAR = """
-.reg .pred p, q, first; .reg .b32 lane, thread, i, id, word, bits, own, before, total, place; .reg .b64 a, b;
-mov.u32 thread, %tid.x; mov.u32 lane, %laneid; setp.lt.u32 first, thread, 32;
-shl.b32 i, thread, 2; add.s32 i, i, $5; mov.b32 bits, {bits}; @first st.shared.b32 [i], bits;
-bar.sync 1, 128;
-"""
-SET = """
-add.s32 i, thread, {start}; setp.lt.u32 p, i, {choices}; mul.wide.u32 a, i, 4; add.s64 a, a, $0; mov.b32 id, -1;
-@p ld.global.b32 id, [a]; setp.lt.u32 q, id, {count}; shr.u32 word, id, 5; and.b32 i, id, 31; mov.b32 bits, 1;
-shl.b32 bits, bits, i; shl.b32 word, word, 2; add.s32 word, word, $5; @q red.shared.or.b32 [word], bits;
-"""
-COUNT = """
-bar.sync 1, 128;
-shl.b32 i, lane, 2; add.s32 i, i, $5; ld.shared.b32 own, [i]; popc.b32 total, own; mov.b32 before, total;
-"""
-PLACE = """
-shfl.sync.idx.b32 bits, own, {word}, 31, -1; shfl.sync.idx.b32 place, before, {word}, 31, -1;
-mov.b32 i, 1; shl.b32 i, i, lane; and.b32 id, bits, i; setp.ne.and.b32 q, id, 0, first;
-sub.s32 i, i, 1; and.b32 bits, bits, i; popc.b32 bits, bits; add.s32 place, place, bits; mul.wide.u32 a, place, 4;
-add.s32 id, lane, {start}; add.s64 b, a, $1; @q st.global.b32 [b], id;
-mul.lo.s32 id, id, {size}; add.s64 b, a, $2; @q st.global.b32 [b], id;
-mov.b32 id, {size}; add.s64 b, a, $3; @q st.global.b32 [b], id;
-"""
+
+OPTIONS = "per_token", "scoring", "groups", "groups_per_token", "normalize", "scale"
 
 
-def select(refs, first_token, tokens, count, *, per_token, scoring, groups, groups_per_token, normalize, scale) -> None:
+@partial(jax.jit, static_argnames=OPTIONS)
+def select_experts(logits, bias, **options):
+    """The choices [T, K] of tokens with logits [T, E], and their weights."""
+    tokens, chosen, interpret = len(logits), options["per_token"], bool(interpreting.value)
+    shapes = [jax.ShapeDtypeStruct((tokens, chosen), dtype) for dtype in (jnp.int32, jnp.float32)]
+    if not tokens:
+        return tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
+
+    def body(*refs):
+        first = lax.axis_index("cta") * WARPS
+        if interpret:
+            interpreted.select_experts(refs, first, WARPS, tokens, **options)
+            return
+
+        @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * len(refs), SCALAR))
+        def select(_, refs, first):
+            _select(refs, first.registers.item(), tokens, logits.shape[1], **options)
+
+        select(list(refs), first)
+
+    return kernel(
+        body,
+        interpret=interpret,
+        auto_barriers=False,
+        kernel_name="experts_selected",
+        out_type=shapes,
+        grid=(-(-tokens // WARPS),),
+        grid_names=("cta",),
+        num_threads=1,
+        thread_name="wg",
+    )(logits, *[bias] * (bias is not None))
+
+
+def _select(
+    refs, first_token, tokens, count, *, per_token, scoring, groups, groups_per_token, normalize, scale
+) -> None:
     """Stores ids and weights of the token `first_token` plus the number of the warp, if it is less than `tokens`.
 
     `refs` are logits [T, `count`], perhaps the bias, and both results; the other arguments are those of the operation.
@@ -130,23 +167,3 @@ def _best_groups(registers, groups: int, kept: int, leaders: int):
                 yield f"setp.{'ge' if other < group else 'gt'}.f32 q, g{other}, g{group}; @q add.s32 best, best, 1;\n"
         yield f"setp.ge.s32 q, best, {kept};\n"
         yield from (f"selp.b32 k{r}, {OUT}, k{r}, q;\n" for r in own)
-
-
-def list_chosen(refs, choices: int, count: int, more: int, size: int) -> None:
-    """Stores the tiles of the chosen experts; `refs` are the choices, the four results and words in shared memory."""
-    always = ((1 << more) - 1) << count
-    words = range(-(-(count + more) // LANES))
-    code = [CLEAR.format(bits=0)]
-    for word in words:  # the first warp's words; a lane stores one
-        if bits := always >> (LANES * word) & 0xFFFFFFFF:
-            code.append(f"setp.eq.u32 q, thread, {word}; mov.b32 bits, {bits:#x}; @q st.shared.b32 [i], bits;\n")
-    if always:
-        code.append("bar.sync 1, 128;\n")
-    code += (SET.format(start=start, choices=choices, count=count) for start in range(0, choices, WARPGROUP))
-    code.append(COUNT)
-    for lanes in (1, 2, 4, 8, 16):
-        code.append(f"shfl.sync.up.b32 i|p, before, {lanes}, 0, -1; @p add.s32 before, before, i;\n")
-    code.append("shfl.sync.idx.b32 id, before, 31, 31, -1; sub.s32 before, before, total;\n")
-    code.append("setp.eq.u32 q, thread, 0; @q st.global.b32 [$4], id;\n")
-    code += (PLACE.format(word=word, start=LANES * word, size=size) for word in words)
-    emit(code, refs)

@@ -1,7 +1,8 @@
-"""Device-side: how tiles of 64 keys of 128 values reach shared memory, by the format of the entries.
+"""How tiles of 64 keys of 128 values reach shared memory, by the format of the entries.
 
-`E4m3Keys` copies `indexer_fp8` pages as rows of 128 bytes (`key_rows.py`); `FloatKeys` copies bf16 and f16 entries from
-pages of any strides.  Both store a tile to swizzled shared memory, in the layout that wgmma reads.
+`E4m3Keys` copies `indexer_fp8` pages as rows of 128 bytes: a row per key, followed by rows of scales.  `FloatKeys`
+copies bf16 and f16 entries from pages of any strides.  Both store a tile to swizzled shared memory, in the layout that
+wgmma reads.
 """
 
 from dataclasses import dataclass
@@ -20,12 +21,55 @@ from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import (
     in_entries_dtype,
     origin_step,
 )
-from jaxkv_kernels.mosaic_gpu.indexer.config import TILE
-from jaxkv_kernels.mosaic_gpu.indexer.key_rows import SCALE_BYTES, SCALES_PER_ROW, KeyRows, key_rows
+from jaxkv_kernels.mosaic_gpu.indexer_work import TILE
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 
 DIM = 128
+ROW_BYTES = 128
+SCALE_BYTES = 4
+SCALES_PER_ROW = ROW_BYTES // SCALE_BYTES
+
+
+@dataclass(frozen=True)
+class KeyRows:
+    """A view [rows, elements of 128 bytes] of the buffer; pages begin at a row.
+
+    A TMA copy of up to 64 consecutive rows is a tile of keys in the layout that wgmma reads.
+    """
+
+    shape: tuple[int, int]
+    first: int
+    layer: int
+    block: int
+    """`layer` and `block`: the number of rows from one layer, or one block, to the next."""
+
+    def page(self, layer, block):
+        """The first row of a page."""
+        return self.first + layer * self.layer + block * self.block
+
+    def of(self, buffer: jax.Array) -> jax.Array:
+        """The view of `buffer`.  It is not a copy."""
+        return buffer.reshape(self.shape)
+
+
+def key_rows(pages: Pages, itemsize: int) -> KeyRows:
+    """The view of a cache; raises ValueError with the reason if pages do not begin at rows of 128 bytes."""
+    numbers = {"offset": pages.offset}
+    numbers |= {"layer stride": pages.layer_stride} if pages.num_layers > 1 else {}
+    numbers |= {"block stride": pages.block_stride} if pages.num_blocks > 1 else {}
+    numbers["buffer size"] = pages.size
+    rows = {}
+    for name, elements in numbers.items():
+        rows[name], rest = divmod(elements * itemsize, ROW_BYTES)
+        if rest:
+            raise ValueError(f"{name} of {elements * itemsize} bytes: supports multiples of {ROW_BYTES}")
+    if rows["buffer size"] >= 2**31:
+        raise ValueError(f"buffer of {rows['buffer size']} rows of {ROW_BYTES} bytes: supports fewer than 2**31")
+    return KeyRows(
+        (rows["buffer size"], ROW_BYTES // itemsize), rows["offset"], rows.get("layer stride", 0),
+        rows.get("block stride", 0),
+    )  # fmt: skip
 
 
 class KeyTiles(Protocol):

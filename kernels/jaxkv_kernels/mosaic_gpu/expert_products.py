@@ -21,11 +21,13 @@ and are not stored.
 Budget.  Shared memory: per stage, 16 KiB of weights per consumer and 128 bytes per row, for as many stages as fit;
 per consumer, 128 bytes per row for results.  Registers of a consumer: one per row of a tile.  With e4m3 weights, a step
 has 128 values: 16 KiB of weights per consumer and 256 bytes per row; registers: one and a half per row, for the sums so
-far and one product of a step, and 32 to 64 for operands (`e4m3.py`).
+far and one product of a step, and 32 to 64 for operands (`e4m3_weights.py`).
 """
 
+import math
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,18 +35,97 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.experts import e4m3
-from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, FEATURES, STEP, ExpertsConfig
+from jaxkv_kernels.expert_groups import usual_rows
+from jaxkv_kernels.mosaic_gpu import e4m3_weights
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv
-from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, consumer_registers, multiprocessors
+from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, consumer_registers, interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.registers import store as store_registers
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.tile_scaled import TILE
+from jaxkv_kernels.tuning import require
 
 RESERVED = 2048
 """Bytes of shared memory for barriers and alignment."""
+FEATURES = 64
+"""Rows of weights per product: those of a warpgroup's wgmma."""
+ALIGN = 8
+"""Groups of rows begin at multiples of it: wgmma's columns, and the rows of a swizzled tile."""
+STEP = 64
+"""Values of the summed dimension per step: a row of a swizzled tile."""
+MOST_ROWS = 128
+"""The most rows of a tile: a consumer's two accumulators then take 128 registers per lane."""
+ONE_CONSUMER = 64
+"""The most rows of a tile for which one consumer is faster than two."""
+FEW_TOKENS = 64
+"""Up to so many tokens, a tile has room for all of them, and they are not sorted by expert."""
+MOST_ROWS_OF_FP8 = 112
+"""The most rows of a tile with weights in float8.  With 128, for which registers do not suffice, 8,192 tokens take 2.22
+instead of 1.85; with 64, 2.09."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsConfig:
+    """The configuration of both products of `grouped_swiglu`, and of `scaled_linear`.
+
+    Times, here and in the defaults, are in milliseconds of the whole operation on an H200 (jax 0.11.2), with DeepSeek
+    V2-Lite's 64 experts of 2,048 to 1,408 values and six experts per token.
+    """
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "rows": (8, 16, 24, 32, 48, 64, 96, 128),
+        "consumers": (1, 2),
+        "stages": (3, 4, 6, 8, 12),
+    }
+
+    rows: int
+    """Rows of a tile: tokens that are multiplied with weights in shared memory."""
+    consumers: int
+    """Warpgroups that multiply, each with 2 x 64 rows of weights.  Two read fewer bytes of tokens per weight."""
+    stages: int = 12
+    """Steps of 64 values of the summed dimension in shared memory; fewer if they do not fit."""
+    producer_registers: int = 40
+    """Registers per lane of the producer warpgroup, if there are two consumers."""
+
+    @property
+    def features(self) -> int:
+        """Rows of weights that a CTA multiplies at a time, of each of two matrices or halves."""
+        return self.consumers * FEATURES
+
+    def __post_init__(self):
+        require(
+            self.rows % ALIGN == 0 and 0 < self.rows <= MOST_ROWS, self, "rows", f"a multiple of 8 up to {MOST_ROWS}"
+        )
+        require(self.consumers in (1, 2), self, "consumers", "1 or 2")
+        require(self.stages >= 2, self, "stages", "2 or more")
+        require(self.producer_registers in (24, 40, 56), self, "producer_registers", "24, 40 or 56")
+
+
+def default_config(tokens: int, choices: int, experts: int) -> ExpertsConfig:
+    """The default configuration for `choices` rows of `tokens` tokens in all, divided among `experts`.
+
+    A tile has `usual_rows`, because weights are read once per tile.  128 tokens take 0.290 with tiles of 24 rows,
+    0.294 with 16 and 0.291 with 32; 256 tokens take 0.300 with 40 and 0.306 with 32.  With few rows, which are bound
+    by memory, smaller tiles of weights divide the work more evenly: with two consumers instead of one, 1 token takes
+    0.042 instead of 0.040, 128 tokens 0.296 instead of 0.290, and 512 tokens, with tiles of 64 rows, 0.328 instead of
+    0.322.
+    """
+    rows = tokens if tokens <= FEW_TOKENS else usual_rows(choices, experts, min(tokens, MOST_ROWS))
+    rows = math.ceil(rows / ALIGN) * ALIGN
+    return ExpertsConfig(rows=rows, consumers=1 if rows <= ONE_CONSUMER else 2)
+
+
+def default_config_of_fp8(tokens: int, choices: int, experts: int, inner: int) -> ExpertsConfig:
+    """The same for weights in float8, of experts of `inner` values.
+
+    Two consumers convert weights while the other one multiplies: 32 tokens take 0.167 instead of 0.176, 128 tokens
+    0.184 instead of 0.200, and 512 tokens 0.227 instead of 0.260.  But if there are too few tiles of features for all
+    multiprocessors, one consumer divides them further: 1 token takes 0.034 instead of 0.037.
+    """
+    rows = math.ceil(usual_rows(choices, experts, min(tokens, MOST_ROWS_OF_FP8)) / ALIGN) * ALIGN
+    tiles = min(choices, experts) * math.ceil(inner / (2 * FEATURES))
+    return ExpertsConfig(rows=min(rows, MOST_ROWS_OF_FP8), consumers=1 if tiles < 0.75 * multiprocessors() else 2)
 
 
 def products(
@@ -62,7 +143,6 @@ def products(
     limit: float | None = None,
     alpha: float | None = None,
     config: ExpertsConfig,
-    interpret: bool,
 ) -> jax.Array:
     """The products of each row with the matrices of its expert.
 
@@ -71,7 +151,7 @@ def products(
       matrices: gate and up [E, I, D], for the result silu(gate row) * (up row); or one [E, I, D], for its product.
         They have the dtype of `rows`, or are e4m3.
       scales: for e4m3 matrices, the scales of each, float32 [E, ceil(I / 128), D / 128].  Values of rows, and those
-        of the result, are then in the order of `e4m3.in_positions`.
+        of the result, are then in the order of `e4m3_weights.in_positions`.
       tiles: experts [M], first rows [M] and sizes [M], both in units of 8 rows, and the number of tiles [1].
       following: the matrices and scales of a call on the result, which follows this one; it has the same `tiles`, and
         is `early`.
@@ -85,12 +165,11 @@ def products(
       limit: if given, gate row is at most that, and up row lies between -limit and limit.
       alpha: if given, the result is g * sigmoid(alpha g) * (u + 1) of g = gate row and u = up row.
       config: the configuration.
-      interpret: whether the kernel is interpreted.
 
     Returns:
       [P, I], or with `parts` the sum of each part, float32 [parts, I, P].  Rows of no tile are undefined.
     """
-    depth = rows.shape[1]
+    depth, interpret = rows.shape[1], bool(interpreting.value)
     same_rows = num_rows is not None and len(rows) < num_rows
     num_rows = num_rows or len(rows)
     width = matrices[0].shape[1]
@@ -247,7 +326,7 @@ def products(
                                 a_s[0][wg, group] = operand
                                 plgpu.commit_smem()
                                 operand = a_s[0].at[wg, group]
-                            columns = x_s.at[stage, :, pl.ds(group * e4m3.GROUP, e4m3.GROUP)]
+                            columns = x_s.at[stage, :, pl.ds(group * e4m3_weights.GROUP, e4m3_weights.GROUP)]
                             plgpu.wgmma(acc, operand, columns.transpose((1, 0)))
                         beside = meanwhile()
                         return acc[...], beside
@@ -263,7 +342,7 @@ def products(
                     plgpu.barrier_wait(full.at[stage])
 
                     def operands(half):
-                        return e4m3.operands(w_s, stage, half, wg, rows.dtype, interpret=interpret)
+                        return e4m3_weights.operands(w_s, stage, half, wg, rows.dtype)
 
                     first, others = product(stage, operands(0), lambda: operands(1))
                     second, _ = product(stage, others, lambda: [])
@@ -348,7 +427,7 @@ def products(
             swizzled(consumers, tile_rows, FEATURES, dtype=rows.dtype),
             plgpu.Barrier(num_arrivals=3, num_barriers=stages),
             plgpu.Barrier(num_arrivals=consumers, num_barriers=stages),
-            *([swizzled(consumers, 2, FEATURES, e4m3.GROUP, dtype=rows.dtype)] if scales and interpret else []),
+            *([swizzled(consumers, 2, FEATURES, e4m3_weights.GROUP, dtype=rows.dtype)] if scales and interpret else []),
         ],
     )(rows, *matrices, *shared, *scales, *biases, *tiles, *following)
 

@@ -1,8 +1,9 @@
 """`scaled_linear`: tokens times a weight in float8, on sm_90.
 
-The kernel of `products.py` with one matrix.  XLA would first write the weight in bf16 to memory, and read it again: on
-an H200, [7168, 16384] takes 0.209 to 0.306 ms with up to 128 tokens, and 0.059 to 0.081 if it is in bf16.  A weight has
-too few rows to give every multiprocessor work, so the summed dimension is divided into parts, whose sums XLA adds up.
+The kernel of `expert_products.py` with one matrix.  XLA would first write the weight in bf16 to memory, and read it
+again: on an H200, [7168, 16384] takes 0.209 to 0.306 ms with up to 128 tokens, and 0.059 to 0.081 if it is in bf16.  A
+weight has too few rows to give every multiprocessor work, so the summed dimension is divided into parts, whose sums XLA
+adds up.
 For many tokens, XLA expands the weight and multiplies: then the time of a product is that of its arithmetic, and
 expanding takes little in comparison.
 """
@@ -12,10 +13,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, ExpertsConfig
-from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
-from jaxkv_kernels.mosaic_gpu.experts.products import products
-from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
+from jaxkv_kernels.mosaic_gpu.e4m3_weights import from_positions, in_positions
+from jaxkv_kernels.mosaic_gpu.expert_products import ALIGN, ExpertsConfig, products
+from jaxkv_kernels.mosaic_gpu.runtime.device import multiprocessors
 from jaxkv_kernels.tile_scaled import TILE, num_tiles, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
 from jaxkv_kernels.xla.experts.linear import scaled_linear as by_xla
@@ -34,7 +34,7 @@ def scaled_linear(x, weight):
         return by_xla(x, weight)
     rows = min(-(-len(x) // ALIGN) * ALIGN, MOST_ROWS)
     config = configuration(ExpertsConfig(rows=rows, consumers=1))
-    return _linear(x, weight, config=config, interpret=bool(interpreting.value))
+    return _linear(x, weight, config=config)
 
 
 def parts_of(shape: tuple[int, int], tiles: int, consumers: int) -> int:
@@ -48,8 +48,8 @@ def parts_of(shape: tuple[int, int], tiles: int, consumers: int) -> int:
     return min((parts for parts in range(1, steps + 1) if steps % parts == 0), key=time)
 
 
-@partial(jax.jit, static_argnames=("config", "interpret"))
-def _linear(x, weight, *, config, interpret):
+@partial(jax.jit, static_argnames="config")
+def _linear(x, weight, *, config):
     if weight.e4m3_products:
         x = rounded_to_e4m3(x)
     count = -(-len(x) // config.rows)
@@ -58,6 +58,6 @@ def _linear(x, weight, *, config, interpret):
     number = jnp.arange(parts * count, dtype=jnp.int32)
     size = config.rows // ALIGN
     tiles = number // count, number % count * size, jnp.full_like(number, size), jnp.full(1, parts * count, jnp.int32)
-    options = {"parts": parts, "config": config, "interpret": interpret}
+    options = {"parts": parts, "config": config}
     sums = products(rows, (weight.values[None],), (weight.scales[None],), tiles, **options).sum(axis=0)
     return from_positions(sums[:, : len(x)].T).astype(x.dtype)
