@@ -7,7 +7,6 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, assumed_multiprocessors, multiprocessors
 from support.available import assume_available
 
@@ -54,7 +53,7 @@ CALLS = {
 @pytest.mark.parametrize("count", [132, 114, 78])
 @pytest.mark.parametrize("name", CALLS)
 def test_grids_follow_the_device(name, count, monkeypatch):
-    assume_available(monkeypatch, mosaic_gpu)
+    assume_available(monkeypatch, "mosaic_gpu")
     function, operands, expected = CALLS[name]
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for dtype, *shape in operands]
     with assumed_multiprocessors(count):
