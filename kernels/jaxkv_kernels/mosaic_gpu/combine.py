@@ -39,9 +39,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.registers import filled, over_columns, store
 from jaxkv_kernels.mosaic_gpu.softmax import EMPTY

@@ -15,7 +15,7 @@ from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
 from jaxkv_kernels.mosaic_gpu.mla_sparse import decode_by_slots, plan_by_slots
 from jaxkv_kernels.mosaic_gpu.paged_tma import in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedSwapABConfig, tiles_of
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, Plan, make_plan, most_partitions, shares_keys
 from jaxkv_kernels.tuning import configuration

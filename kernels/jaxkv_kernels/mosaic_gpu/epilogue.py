@@ -15,8 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
-from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, over_columns, store
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
 from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax

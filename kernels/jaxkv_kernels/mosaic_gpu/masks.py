@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.paged_tma import PageTable
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.registers import WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import zero_rows
 from jaxkv_kernels.mosaic_gpu.sizes import TILE

@@ -90,9 +90,8 @@ from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, resu
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.ptx import conversions_in_place
 from jaxkv_kernels.mosaic_gpu.queries import fit_queries
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
-from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.device import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import LANE_COLUMNS, ROW, WGMMA, fold_columns, over_columns, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import rotary_type, swizzled

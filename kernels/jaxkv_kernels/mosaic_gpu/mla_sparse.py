@@ -98,10 +98,8 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
 from jaxkv_kernels.mosaic_gpu.interpreter.gather import InterpretedFP8V4Rows, InterpretedRows
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.queries import fit_queries
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, consumer_registers
-from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, consumer_registers, interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     COLUMN,

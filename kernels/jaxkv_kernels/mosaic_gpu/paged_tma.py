@@ -17,8 +17,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.bits import view_as
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import prefetch_to_l2
 from jaxkv_kernels.mosaic_gpu.runtime.strided import restride
 from jaxkv_kernels.mosaic_gpu.sizes import TILE

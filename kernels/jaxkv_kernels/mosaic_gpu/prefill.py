@@ -38,10 +38,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, multiply_add
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, consumer_registers
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv, multiply_add, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, consumer_registers, interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     LANE_COLUMNS,

@@ -95,9 +95,8 @@ from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
     Nvfp4Tiles,
     Tiles,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import consumer_registers
-from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, floordiv, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.device import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, over_columns, over_rows, store, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled

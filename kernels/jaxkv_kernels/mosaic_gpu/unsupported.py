@@ -9,12 +9,12 @@ from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.logit_cap import too_large
-from jaxkv_kernels.mosaic_gpu.bulk.block_runs import block_runs
-from jaxkv_kernels.mosaic_gpu.bulk.entry_bytes import EntryBytes
-from jaxkv_kernels.mosaic_gpu.bulk.warp_share import MOST_BYTES, token_ways
-from jaxkv_kernels.mosaic_gpu.entries.fields import CHUNK, fields_of
-from jaxkv_kernels.mosaic_gpu.indexer.key_rows import QUERY_ROWS, key_rows, rows_per_token
-from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
+from jaxkv_kernels.mosaic_gpu.copies import block_runs
+from jaxkv_kernels.mosaic_gpu.entry_copies import MOST_BYTES, EntryBytes, token_ways
+from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, fields_of
+from jaxkv_kernels.mosaic_gpu.indexer_keys import key_rows
+from jaxkv_kernels.mosaic_gpu.indexer_work import QUERY_ROWS, rows_per_token
+from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA, unavailable_reasons
 from jaxkv_kernels.mosaic_gpu.sizes import LATENT, ROPE
 
 INDEXER_DIM, INDEXER_BLOCKS = 128, (32, 64, 128, 256)

@@ -10,7 +10,7 @@ from jaxkv_kernels import tuning
 from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedGQAConfig
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from support import kernels, suites
 from support.cases import each_value, slow
 from support.hopper import kernel_operands, on_hopper, read_early

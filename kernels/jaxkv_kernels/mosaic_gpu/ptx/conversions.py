@@ -10,15 +10,8 @@ from typing import Any
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import (
-    Lane,
-    as_pair,
-    fragmented,
-    permuted,
-    registers_of,
-    words,
-)
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import Lane, as_pair, fragmented, permuted, registers_of, words
+from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 
 Pairs = tuple[tuple[int, int], ...]
 """The columns, of 8, in each of four words."""

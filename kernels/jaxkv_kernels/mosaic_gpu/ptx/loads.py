@@ -9,13 +9,9 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import (
-    WARP_ROWS,
-    Lane,
-    fragmented,
-    registers_of,
-)
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import LOAD_SHARED, at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import WARP_ROWS, Lane, fragmented, registers_of
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.memory import LOAD_SHARED
 
 COLUMN_TILE = 1024
 """Bytes of 8 rows by 64 columns of 16 bits, which the swizzle permutes."""

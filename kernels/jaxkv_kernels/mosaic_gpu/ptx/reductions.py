@@ -6,15 +6,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import (
-    LANES,
-    Lane,
-    elements,
-    fragmented,
-    registers_of,
-    words,
-)
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES, Lane, elements, fragmented, registers_of, words
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, i32, ptx
 
 
 def over_warps(x, ref, scratch: int, side, kind: str, layout) -> Any:

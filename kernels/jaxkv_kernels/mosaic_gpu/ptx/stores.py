@@ -10,14 +10,9 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
 from jaxkv_kernels.mosaic_gpu.ptx.conversions import Pairs
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import Lane, elements, permuted, words
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
 from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE, in_stage, row_and_chunk
-from jaxkv_kernels.mosaic_gpu.runtime.elements import (
-    Lane,
-    elements,
-    permuted,
-    words,
-)
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, c64, i32, i64, ptx
 
 STORE_SHARED = "st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
 """Stores 16 bytes to shared memory."""
