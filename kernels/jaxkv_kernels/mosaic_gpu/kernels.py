@@ -76,15 +76,15 @@ class MosaicGPU(Kernels):
 
     @supports({**_MLA, **_KV}, adapted.reasons(unsupported.plan_decode), _on(WGMMA))
     def plan_decode(self, call: calls.PlanDecode) -> Any:
-        return adapted.run(plan_decode.plan_decode, call)
+        return plan_decode.plan_decode(call)
 
     @supports(_MLA, adapted.reasons(unsupported.decode_mla), _on(WGMMA))
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(decode_mla_kernels.decode_mla, call)
+        return decode_mla_kernels.decode_mla(call)
 
-    @supports(_MLA, adapted.reasons(unsupported.decode_mla_sparse), _on(WGMMA))
+    @supports(_MLA, mla_sparse.unsupported_reasons, _on(WGMMA))
     def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(mla_sparse.decode_mla_sparse, call)
+        return mla_sparse.decode_mla_sparse(call)
 
     @supports(_KV, adapted.reasons(unsupported.decode_kv), _on(WGMMA))
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:

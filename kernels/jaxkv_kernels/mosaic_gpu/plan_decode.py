@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from jaxkv_kernels.calls import PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention.config import (
     FEW_ROWS,
     FewRowsConfig,
@@ -21,38 +22,34 @@ from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, Plan, make_plan, most_
 from jaxkv_kernels.tuning import configuration
 
 
-def plan_decode(
-    buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant, dtype=None
-) -> Plan:
-    """The schedule for `heads` query heads and `tokens` query tokens per request, in partitions that fill the GPU."""
-    del buffer, dtype
-    if by_slots(entry, tokens * heads):
-        return plan_by_slots(
-            block_tables,
-            seq_lens,
-            pages=pages,
-            entry=entry,
-            heads=heads,
-            tokens=tokens,
-            window=window,
-            batch_invariant=batch_invariant,
-        )
-    config = configuration(default_config(entry, tokens * heads // pages.num_heads))
-    row_tiles = pages.num_heads * -(-tokens * (heads // pages.num_heads) // TILE)
+def plan_decode(call: PlanDecode) -> Plan:
+    """The schedule of a decode call, in partitions that fill the GPU."""
+    rows, kv_heads = call.q_len * call.heads, call.pages.num_heads
+    if by_slots(call.entry, rows):
+        return plan_by_slots(call)
+    config = configuration(default_config(call.entry, rows // kv_heads))
+    row_tiles = kv_heads * -(-rows // kv_heads // TILE)
     partitions = most_partitions(row_tiles)
     step = PAIR if isinstance(config, WideConfig | QuantisedWideConfig | KVConfig) else TILE
     costs, shared = config.split_costs, False
     # A batch-invariant plan must not depend on how many requests there are.
-    if isinstance(config, WideConfig | FewRowsConfig) and row_tiles == 1 and not batch_invariant:
-        shared = shares_keys(seq_lens.size, partitions)
+    if isinstance(config, WideConfig | FewRowsConfig) and row_tiles == 1 and not call.batch_invariant:
+        shared = shares_keys(call.seq_lens.size, partitions)
     if shared:
         partitions, costs = partitions // CTAS, costs.of_shared_steps()
     plan = make_plan(
-        seq_lens, block_tables, partitions=partitions, tokens=tokens, block_size=pages.block_size,
-        num_blocks=pages.num_blocks, window=window, batch_invariant=batch_invariant,
-        step=step, costs=costs,
+        call.seq_lens,
+        call.block_tables,
+        partitions=partitions,
+        tokens=call.q_len,
+        block_size=call.pages.block_size,
+        num_blocks=call.pages.num_blocks,
+        window=call.window,
+        batch_invariant=call.batch_invariant,
+        step=step,
+        costs=costs,
         by_kernel=not interpreting.value,
-    )  # fmt: skip
+    )
     return replace(plan, shared=shared)
 
 
@@ -75,6 +72,16 @@ def plan_or_default(
     if plan is not None:
         return plan
     return plan_decode(
-        buffer, block_tables, seq_lens,
-        pages=pages, entry=entry, heads=heads, tokens=tokens, window=window, batch_invariant=False,
-    )  # fmt: skip
+        PlanDecode(
+            buffer=buffer,
+            block_tables=block_tables,
+            seq_lens=seq_lens,
+            pages=pages,
+            entry=entry,
+            heads=heads,
+            q_len=tokens,
+            window=window,
+            dtype=entry.input_dtype,
+            batch_invariant=False,
+        )
+    )

@@ -28,8 +28,6 @@ EXPANDED = (128, 64, 128)
 """Values of a key without and in its rotary part, and of a value, for attention to expanded keys: DeepSeek's."""
 TILE_ROWS = 8
 """Keys of a chunk come in multiples of it: TMA clips copies of tiles only then."""
-SPARSE_LATENTS = {"fp8_v4": (448,), "mxfp4_ds_mla": (448, 512)}
-"""Latents of sparse attention, by format, if not of 512 values."""
 HEAD_DIMS = (64, 128, 192, 256)
 BULK = 16
 """Bytes: addresses and sizes of bulk copies are multiples of it."""
@@ -69,26 +67,6 @@ def apart(options: Mapping[str, Any]) -> Iterator[str]:
     if options["pages"].num_parts > 1:
         entry = options["entry"]
         yield f"keys and values of format {entry.format!r} that lie apart: supports values that follow their keys"
-
-
-def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
-    """Reasons against a `decode_mla_sparse` call."""
-    entry, pages, q = options["entry"], options["pages"], arrays["q_latent"]
-    extra = arrays["extra"]
-    if extra is not None:
-        if {entry.format, extra.entry.format} != {"fp8_v4"}:
-            yield f"`extra` of format {extra.entry.format!r}, with {entry.format!r}: supports 'fp8_v4' in both caches"
-        yield from _unaligned(_steps(extra.pages, ("layer",)), extra.buffer.dtype.itemsize)
-    yield from _gathered(entry, pages, arrays["buffer"])
-    yield from _query_dtype(entry, q.dtype, "`q_latent`")
-    yield from too_large(options)
-
-
-def _gathered(entry, pages, buffer) -> Iterator[str]:
-    """Reasons against attending to such latents by slot."""
-    yield from _latent_sizes(entry, *SPARSE_LATENTS.get(entry.format, (LATENT,)))
-    # The regions of split pages store multiples of 16 bytes per token, but their scales.
-    yield from _unaligned(_steps(pages, ("layer",) if entry.split else ("layer", "token")), buffer.dtype.itemsize)
 
 
 def indexer_logits(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -139,7 +117,9 @@ def plan_decode(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterat
 def _quantised_mla(entry, pages, buffer, rows: int) -> Iterator[str]:
     """Reasons against attending to such latents, quantised, with so many query tokens x heads per request."""
     if by_slots(entry, rows):
-        yield from _gathered(entry, pages, buffer)
+        from jaxkv_kernels.mosaic_gpu.mla_sparse import gathered_reasons
+
+        yield from gathered_reasons(entry, pages, buffer)
         return
     yield from _latent_sizes(entry)
     yield from _block_sizes(pages)

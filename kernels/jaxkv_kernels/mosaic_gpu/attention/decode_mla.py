@@ -4,12 +4,14 @@ Runs the schedule for the rows of a request (query tokens x heads) and the forma
 combines splits.
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.calls import DecodeMLA
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import (
     FewRowsConfig,
@@ -29,24 +31,21 @@ from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tuning import configuration
 
 
-def decode_mla(
-    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, window
-):
+def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
     """Maps q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    _, tokens, heads, _ = q_latent.shape
-    if by_slots(entry, tokens * heads):
-        return decode_by_slots(
-            q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, plan,
-            pages=pages, entry=entry, logit_cap=logit_cap, window=window,
-        )  # fmt: skip
+    _, tokens, heads, _ = call.q_latent.shape
+    entry, window = call.entry, call.window
     plan = plan_or_default(
-        plan, buffer, block_tables, seq_lens, pages=pages, entry=entry, heads=heads, tokens=tokens, window=window
-    )
-    buffer, pages = in_entries_dtype(buffer, pages, entry.dtype)
+        call.plan, call.buffer, call.block_tables, call.seq_lens,
+        pages=call.pages, entry=entry, heads=heads, tokens=tokens, window=window,
+    )  # fmt: skip
+    if by_slots(entry, tokens * heads):
+        return decode_by_slots(replace(call, plan=plan))
+    buffer, pages = in_entries_dtype(call.buffer, call.pages, entry.dtype)
     config = configuration(default_config(entry, tokens * heads))
     return _decode(
-        q_latent, q_pe, buffer, block_tables, layer, scale, kv_scale, plan,
-        pages=pages, entry=entry, logit_cap=logit_cap, window=window, config=config,
+        call.q_latent, call.q_pe, buffer, call.block_tables, call.layer, call.scale, call.kv_scale, plan,
+        pages=pages, entry=entry, logit_cap=call.logit_cap, window=window, config=config,
         interpret=bool(interpreting.value),
     )  # fmt: skip
 
