@@ -46,18 +46,30 @@ values, there is one per consumer and one of queries.  Registers: O 64 + S 32 + 
 for the producer.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.calls import DecodeKV, PlanDecode
+from jaxkv_kernels.mosaic_gpu.attention_reasons import values_of
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
 from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values
-from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
+from jaxkv_kernels.mosaic_gpu.paged_tma import (
+    Columns,
+    PagedKeys,
+    PageTable,
+    copies_per_tile,
+    in_entries_dtype,
+    token_rows,
+)
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, floordiv, multiply_add, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
@@ -74,7 +86,6 @@ from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
     PAIR_COSTS,
-    Plan,
     SplitCosts,
     WorkTile,
     load_work_range,
@@ -131,16 +142,25 @@ def _stages(config: GQAConfig, head_dim: int, value_dim: int, itemsize: int) -> 
     return stages, min((room - stages * tiles) // queries, config.query_stages)
 
 
-def attend(
-    q, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, group, pages, entry, logit_cap, window, config: GQAConfig, interpret
-):  # fmt: skip
-    """Results of whole requests and splits (`result_types`), for queries [B, heads, rows, head dim].
+def unsupported_reasons(call: DecodeKV | PlanDecode) -> Iterator[str]:
+    """Reasons against attending to the entries of this call."""
+    if not {*call.entry.sizes} <= {64, 128, 192, 256}:
+        yield f"{values_of(call.entry)}: supports 64, 128, 192 and 256 of each"
+    yield from block_sizes(call.pages)
+    yield from origins(call.pages, call.buffer)
 
-    A KV head's rows are `tokens` x `group` query heads, padded to a multiple of 8 if there are more than 8.
+
+def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) -> Sequence[jax.Array]:
+    """Results of whole requests and splits (`result_types`), by the plan of `call`.
+
+    `q` are its queries as [B, heads, rows, head dim].  A KV head's rows are query tokens x its query heads, padded to a
+    multiple of 8 if there are more than 8.
     """
     batch, heads, padded, head_dim = q.shape
-    value_dim, dtype = entry.value_dim, q.dtype
+    tokens, group = call.q.shape[1], call.q.shape[2] // heads
+    plan, window, logit_cap = call.plan, call.window, call.logit_cap
+    buffer, pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
+    value_dim, dtype = call.entry.value_dim, q.dtype
     columns = value_dim + -value_dim % 128  # `combine` loads rows of whole chunks
     row_tiles = -(-tokens * group // TILE)
     stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, including those that TMA clips
@@ -416,6 +436,6 @@ def attend(
             **({"operands": swizzled(2, TILE, TILE, dtype=dtype)} if interpret else {}),
         },
     )(
-        q, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
+        q, view.of(buffer), call.block_tables, jnp.reshape(call.layer, (1,)), jnp.reshape(call.scale, (1,)),
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip

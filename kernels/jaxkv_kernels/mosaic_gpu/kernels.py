@@ -1,7 +1,6 @@
 """Kernels in Pallas Mosaic GPU: attention by wgmma, copies of entries and blocks by bulk copies."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
@@ -26,6 +25,7 @@ from jaxkv_kernels.mosaic_gpu.decode import GATHERED
 from jaxkv_kernels.mosaic_gpu.experts import unsupported as unsupported_experts
 from jaxkv_kernels.mosaic_gpu.runtime import device
 from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, REDUX, WGMMA
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan
 
 _MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla", *GATHERED)}
 _MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8", "int8", "nvfp4")}
@@ -72,21 +72,21 @@ class MosaicGPU(Kernels):
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return adapted.run(entries.gather_entries, call)
 
-    @supports({**_MLA, **_KV}, adapted.reasons(unsupported.plan_decode), _on(WGMMA))
-    def plan_decode(self, call: calls.PlanDecode) -> Any:
-        return adapted.run(decode.plan_decode, call)
+    @supports({**_MLA, **_KV}, decode.unsupported_plan, _on(WGMMA))
+    def plan_decode(self, call: calls.PlanDecode) -> Plan:
+        return decode.plan_decode(call)
 
-    @supports(_MLA, adapted.reasons(unsupported.decode_mla), _on(WGMMA))
+    @supports(_MLA, decode.unsupported_mla, _on(WGMMA))
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(decode.decode_mla, call)
+        return decode.decode_mla(call)
 
-    @supports(_MLA, adapted.reasons(unsupported.decode_mla_sparse), _on(WGMMA))
+    @supports(_MLA, mla_sparse.unsupported_reasons, _on(WGMMA))
     def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(mla_sparse.decode_mla_sparse, call)
+        return mla_sparse.decode_mla_sparse(call)
 
-    @supports(_KV, adapted.reasons(unsupported.decode_kv), _on(WGMMA))
+    @supports(_KV, decode.unsupported_kv, _on(WGMMA))
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(decode.decode_kv, call)
+        return decode.decode_kv(call)
 
     @supports(None, adapted.reasons(unsupported.merge_states), _on(BULK_COPIES))
     def merge_states(self, call: calls.MergeStates) -> tuple[jax.Array, jax.Array]:

@@ -75,19 +75,31 @@ Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stat
 lane for consumers and 72 for the producer.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.calls import DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu import cluster_sharing, masks
+from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, plain_latents
 from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
-from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
+from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, steps, unaligned
+from jaxkv_kernels.mosaic_gpu.paged_tma import (
+    Columns,
+    PagedKeys,
+    PageTable,
+    copies_per_tile,
+    in_entries_dtype,
+    token_rows,
+)
 from jaxkv_kernels.mosaic_gpu.ptx import conversions_in_place
 from jaxkv_kernels.mosaic_gpu.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
@@ -100,7 +112,6 @@ from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_th
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
     CTAS,
     PAIR_COSTS,
-    Plan,
     SplitCosts,
     WorkTile,
     load_work_range,
@@ -174,19 +185,33 @@ class QuantisedMLADenseConfig:
         check_threshold(self)
 
 
-def attend(
-    q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, heads, pages, logit_cap, window, config: MLADenseConfig | QuantisedMLADenseConfig, interpret,
-    kv_scale: Any = None,
-):  # fmt: skip
-    """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of multiples of 8 rows.
+def unsupported_reasons(call: DecodeMLA | PlanDecode) -> Iterator[str]:
+    """Reasons against attending to the entries of this call."""
+    if not call.entry.quantised:
+        yield from plain_latents(call)
+        return
+    yield from latent_sizes(call.entry)
+    yield from block_sizes(call.pages)
+    yield from unaligned(steps(call.pages, ("layer", "token")), call.buffer.dtype.itemsize)
 
-    `q_pe` is None if entries have no rotary part.  With a QuantisedMLADenseConfig, entries are e4m3, to be multiplied
-    by `kv_scale`, and have 512 + 64 values.
+
+def attend(
+    call: DecodeMLA,
+    queries: Sequence[jax.Array],
+    config: MLADenseConfig | QuantisedMLADenseConfig,
+    *,
+    interpret: bool,
+) -> Sequence[jax.Array]:
+    """Results of whole requests and splits (`result_types`), by the plan of `call`.
+
+    `queries` are those of `call` as [B, rows, R] and, if entries have a rotary part, [B, rows, P], with a multiple of 8
+    rows.  With a QuantisedMLADenseConfig, entries are e4m3 and have 512 + 64 values.
     """
-    batch, rows, latent = q_latent.shape
-    rope = 0 if q_pe is None else q_pe.shape[-1]
-    queries = [q_latent] if q_pe is None else [q_latent, q_pe]
+    batch, rows, latent = queries[0].shape
+    rope = queries[1].shape[-1] if len(queries) > 1 else 0
+    _, tokens, heads, _ = call.q_latent.shape
+    plan, window, logit_cap = call.plan, call.window, call.logit_cap
+    buffer, pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
     half_width = -(-latent // (2 * TILE)) * TILE
     filled = half_width, latent - half_width  # columns of each half that belong to the latent
     row_tiles = -(-rows // TILE)
@@ -194,7 +219,7 @@ def attend(
     cluster = 2 if row_tiles % 2 == 0 else 1  # CTAs that share key tiles by multicast
     groups = row_tiles // cluster
     view = token_rows(pages)
-    dtype = q_latent.dtype
+    dtype = queries[0].dtype
     k_dtype = DTYPE if quantised else dtype
     stored = min(rows, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
     padded = (groups * cluster - 1) * TILE + stored
@@ -536,7 +561,7 @@ def attend(
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
-    kv_scales = [jnp.reshape(kv_scale, (1,))] if quantised else []
+    kv_scales = [jnp.reshape(call.kv_scale, (1,))] if quantised else []
     found = kernel(
         body,
         interpret=interpret,
@@ -551,8 +576,8 @@ def attend(
         kernel_name="decode_mla",
         scratch_types=scratch_types,
     )(
-        *queries, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)), *kv_scales,
-        plan.partitions, plan.work_tiles, plan.split_requests,
+        *queries, view.of(buffer), call.block_tables, jnp.reshape(call.layer, (1,)), jnp.reshape(call.scale, (1,)),
+        *kv_scales, plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
     return found[:5]
 

@@ -51,19 +51,30 @@ queries or results 72 KiB + P 2 KiB + maxima across warps 2 KiB + stats and barr
 O' 64 per lane, S' and the row sums 8 each; two warpgroups leave 255 for each lane.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.calls import DecodeMLA, PlanDecode
+from jaxkv_kernels.mosaic_gpu.attention_reasons import plain_latents
 from jaxkv_kernels.mosaic_gpu.cluster_sharing import PLACES, Exchange, exchange_types, merge_factors, own_steps
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values, first_seen, is_masked, seen_tokens
-from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
+from jaxkv_kernels.mosaic_gpu.paged_tma import (
+    Columns,
+    PagedKeys,
+    PageTable,
+    copies_per_tile,
+    in_entries_dtype,
+    token_rows,
+)
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, filled, over_rows, zeros
@@ -73,7 +84,6 @@ from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_th
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
     CTAS,
     TILE_COSTS,
-    Plan,
     SplitCosts,
     WorkTile,
     load_work_range,
@@ -107,24 +117,29 @@ class MLASwapABConfig:
         check_threshold(self)
 
 
-def attend(
-    q_latent, q_pe, buffer, block_tables, layer, scale, plan: Plan,
-    *, tokens, heads, pages, logit_cap, window, config: MLASwapABConfig, interpret,
-):  # fmt: skip
-    """Results of whole requests and splits (`result_types`), for queries [B, rows, ...] of 8 or 16 rows.
+def unsupported_reasons(call: DecodeMLA | PlanDecode) -> Iterator[str]:
+    """Reasons against attending to the entries of this call."""
+    yield from plain_latents(call)
 
-    `q_pe` is None if entries have no rotary part.
+
+def attend(
+    call: DecodeMLA, queries: Sequence[jax.Array], config: MLASwapABConfig, *, interpret: bool
+) -> Sequence[jax.Array]:
+    """Results of whole requests and splits (`result_types`), by the plan of `call`.
+
+    `queries` are those of `call` as [B, rows, R] and, if entries have a rotary part, [B, rows, P], with 8 or 16 rows.
     """
-    batch, rows, latent = q_latent.shape
-    rope = 0 if q_pe is None else q_pe.shape[-1]
+    batch, rows, latent = queries[0].shape
+    rope = queries[1].shape[-1] if len(queries) > 1 else 0
+    _, tokens, heads, _ = call.q_latent.shape
+    plan, window, logit_cap = call.plan, call.window, call.logit_cap
+    buffer, pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
     beside = rope if rope == ROPE else 0  # columns of rotary keys in the same tiles as latents
     parts = 1 if rope == beside else 2  # tiles per stage of keys
     view = token_rows(pages)
-    dtype = q_latent.dtype
+    dtype = queries[0].dtype
     stages, query_stages = config.stages * (LATENT + ROPE) // (latent + rope), config.query_stages
     softmax = OnlineSoftmax(keys=0, threshold=config.rescale_threshold, interpret=interpret)
-
-    queries = [q_latent] if q_pe is None else [q_latent, q_pe]
 
     def body(*refs, q, k, p, stats, q_full, done, k_full, k_free, qr: Any = None, kr: Any = None, **exchange_memory):
         q_refs, refs = refs[: len(queries)], refs[len(queries) :]
@@ -373,7 +388,7 @@ def attend(
             **exchange_scratch,
         },
     )(
-        *queries, view.of(buffer), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
+        *queries, view.of(buffer), call.block_tables, jnp.reshape(call.layer, (1,)), jnp.reshape(call.scale, (1,)),
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
     return found[:5]

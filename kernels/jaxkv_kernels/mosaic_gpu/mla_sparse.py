@@ -69,6 +69,7 @@ Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + st
 `fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -79,8 +80,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.addressing.slots import lengths_in_table, slots_for, table_tokens
-from jaxkv_kernels.extra_slots import ExtraSlots
+from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode
+from jaxkv_kernels.formats.entries import MLAEntry
+from jaxkv_kernels.logit_cap import too_large
+from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, query_dtype
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.gather_fp8_v4 import ExtraRefs, FP8V4Rows, FP8V4Tiles
@@ -96,6 +101,7 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
     async_fence,
 )
 from jaxkv_kernels.mosaic_gpu.interpreter.gather import InterpretedFP8V4Rows, InterpretedRows
+from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
@@ -132,6 +138,8 @@ Q_MAX = 3
 PREFETCHED_TILES = 32
 """Key tiles per CTA from which sparse attention to `fp8_ds_mla` entries prefetches: with 64 it takes 1 % less time."""
 _SPLIT_COSTS = replace(PAIR_COSTS, split=4)
+LATENT_SIZES = {"fp8_v4": (448,), "mxfp4_ds_mla": (448, 512)}
+"""Values of latents, by format, if not 512."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,97 +196,156 @@ def default_config(format: str, tiles: int) -> SparseConfig:
     return SparseConfig(producer_registers=88, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
 
 
-def decode_mla_sparse(
-    q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, extra=None,
-    *, pages, entry, logit_cap, batch_invariant=False,
-):  # fmt: skip
-    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P] to slots [B, Q, K].
-
-    Returns out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
-    """
-    batch, tokens, heads, _ = q_latent.shape
-    size, lengths = slots.shape[-1], counts
+def unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
+    """Reasons against a `decode_mla_sparse` call."""
+    entry, extra = call.entry, call.extra
     if extra is not None:
-        size, lengths = _both(slots, counts, extra)
-    costs = config_of(entry, queries=batch * tokens, size=size, heads=heads).split_costs
+        if {entry.format, extra.entry.format} != {"fp8_v4"}:
+            yield f"`extra` of format {extra.entry.format!r}, with {entry.format!r}: supports 'fp8_v4' in both caches"
+        yield from unaligned(steps(extra.pages, ("layer",)), extra.buffer.dtype.itemsize)
+    yield from gathered_reasons(entry, call.pages, call.buffer)
+    yield from query_dtype(entry, call.q_latent.dtype, "`q_latent`")
+    yield from too_large({"logit_cap": call.logit_cap})
+
+
+def gathered_reasons(entry: MLAEntry, pages: Pages, buffer) -> Iterator[str]:
+    """Reasons against attending to such latents by slot."""
+    yield from latent_sizes(entry, *LATENT_SIZES.get(entry.format, (LATENT,)))
+    # The regions of split pages store multiples of 16 bytes per token, but their scales.
+    yield from unaligned(steps(pages, ("layer",) if entry.split else ("layer", "token")), buffer.dtype.itemsize)
+
+
+def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
+    """Out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    batch, tokens, heads, _ = call.q_latent.shape
+    size, lengths = _listed(call)
     plan_of = partial(
-        plan_slots, size=size, heads=heads, costs=costs,
-        batch_invariant=batch_invariant,
-    )  # fmt: skip
+        plan_slots,
+        size=size,
+        heads=heads,
+        costs=config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads).split_costs,
+        batch_invariant=call.batch_invariant,
+    )
     if lengths is None:
         with jax.ensure_compile_time_eval():
             plan = plan_of(jnp.full(batch * tokens, size, jnp.int32))
             plan = replace(plan, whole=not bool((plan.split_requests[:, 0] >= 0).any()))
     else:
         plan = plan_of(lengths.reshape(-1), by_kernel=not interpreting.value)
-    return decode_slots(
-        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
-        pages=pages, entry=entry, logit_cap=logit_cap,
-    )  # fmt: skip
+    return _decode_planned(call, plan)
 
 
-def _both(slots, counts, extra: ExtraSlots) -> tuple[int, Any]:
-    """The size of a list of the slots of both caches, and the lengths [B, Q] of such lists, or None if all are `size`.
+def _listed(call: DecodeMLASparse) -> tuple[int, jax.Array | None]:
+    """The size of a query token's list of slots, of both caches, and the lengths [B, Q] used; None if all are `size`.
 
-    In such a list, the slots of the first cache take whole pairs of tiles, whether they are used or not.
+    In such a list, the slots of the first of two caches take whole pairs of tiles, whether they are used or not.
     """
-    size, second = slots.shape[-1], extra.slots.shape[-1]
-    first = -(-size // PAIR) * PAIR
+    size, extra = call.slots.shape[-1], call.extra
+    if extra is None:
+        return size, call.counts
+    first, second = -(-size // PAIR) * PAIR, extra.slots.shape[-1]
     if extra.counts is None:
         return first + second, None
-    counts = size if counts is None else jnp.minimum(counts, size)
+    counts = size if call.counts is None else jnp.minimum(call.counts, size)
     return first + second, jnp.where(extra.counts > 0, first + jnp.minimum(extra.counts, second), counts)
 
 
-def config_of(entry, *, queries: int, size: int, heads: int) -> SparseConfig:
+def config_of(format: str, *, queries: int, size: int, heads: int) -> SparseConfig:
     """The configuration of a call whose `queries` query tokens have up to `size` slots: the user's, or the default."""
     tiles = queries * -(-size // TILE) * -(-heads // TILE)
-    return configuration(default_config(entry.format, tiles // MULTIPROCESSORS))
+    return configuration(default_config(format, tiles // MULTIPROCESSORS))
 
 
-def decode_slots(
-    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, counts=None,
-    extra: ExtraSlots | None = None, *, pages, entry, logit_cap,
-):  # fmt: skip
-    """`decode_mla_sparse` with a plan, in which each query token is a request."""
-    batch, tokens, size = slots.shape
-    if extra is not None:
-        size, _ = _both(slots, counts, extra)
-    config = config_of(entry, queries=batch * tokens, size=size, heads=q_latent.shape[2])
-    return _decode(
-        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
-        pages=pages, entry=entry, logit_cap=logit_cap, config=config, interpret=bool(interpreting.value),
-    )  # fmt: skip
+def decode_by_slots(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
+    """A `decode_mla` call, with a plan of `plan_by_slots`, as attention of each query token to slots."""
+    batch, tokens, _, _ = call.q_latent.shape
+    block_tables, block_size = call.block_tables, call.pages.block_size
+    size = _most_slots(call)
+    if call.window is None:
+        positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+        slots = slots_for(block_tables, positions, block_size=block_size)
+        slots = jnp.broadcast_to(slots[:, None], (batch, tokens, size))
+    else:
+        first = jnp.maximum(_ends(call, tokens) - call.window, 0)
+        positions = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(batch, -1)
+        slots = slots_for(block_tables, positions, block_size=block_size).reshape(batch, tokens, size)
+    by_slots = DecodeMLASparse(
+        q_latent=call.q_latent,
+        q_pe=call.q_pe,
+        buffer=call.buffer,
+        slots=slots,
+        counts=None,
+        sinks=None,
+        layer=call.layer,
+        scale=call.scale,
+        kv_scale=None,
+        extra=None,
+        pages=call.pages,
+        entry=call.entry,
+        logit_cap=call.logit_cap,
+        batch_invariant=False,
+    )
+    return _decode_planned(by_slots, call.plan)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "config", "interpret"))
-def _decode(
-    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, counts, extra,
-    *, pages, entry, logit_cap, config, interpret,
-):  # fmt: skip
-    batch, tokens, heads, _ = q_latent.shape
+def plan_by_slots(call: PlanDecode) -> Plan:
+    """The schedule of such calls: query token t of a request sees all but the last `q_len` - 1 - t slots."""
+    counts, size = _ends(call, call.q_len).reshape(-1), _most_slots(call)
+    if call.window is not None:
+        counts = jnp.minimum(counts, call.window)
+    return plan_slots(
+        counts,
+        size=size,
+        heads=call.heads,
+        costs=config_of(call.entry.format, queries=counts.size, size=size, heads=call.heads).split_costs,
+        batch_invariant=call.batch_invariant,
+        by_kernel=not interpreting.value,
+    )
+
+
+def _ends(call: DecodeMLA | PlanDecode, tokens: int) -> jax.Array:
+    """The position after the last token that each query token sees, int32 [B, tokens]."""
+    lengths = lengths_in_table(call.seq_lens, call.block_tables, call.pages.block_size)
+    return jnp.maximum(lengths[:, None] - jnp.arange(tokens - 1, -1, -1, dtype=jnp.int32), 0)
+
+
+def _most_slots(call: DecodeMLA | PlanDecode) -> int:
+    """The most tokens that a query token sees."""
+    size = table_tokens(call.block_tables, call.pages.block_size)
+    return size if call.window is None else min(size, call.window)
+
+
+def _decode_planned(call: DecodeMLASparse, plan: Plan) -> tuple[jax.Array, jax.Array]:
+    """The results of a call by a plan in which each query token is a request."""
+    batch, tokens, heads, _ = call.q_latent.shape
+    size, _ = _listed(call)
+    config = config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads)
+    return _attend_and_combine(call, plan, config=config, interpret=bool(interpreting.value))
+
+
+@partial(jax.jit, static_argnames=("config", "interpret"))
+def _attend_and_combine(
+    call: DecodeMLASparse, plan: Plan, *, config: SparseConfig, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    batch, tokens, heads, _ = call.q_latent.shape
     requests = batch * tokens
-    slots = slots.reshape(requests, slots.shape[-1])
+    slots = call.slots.reshape(requests, -1)
     pad = ((0, 0), (0, -heads % 8), (0, 0))  # TMA tiles are of 8 rows
-    q_latent, q_pe = (jnp.pad(q.reshape(requests, heads, -1), pad) for q in (q_latent, q_pe))
-    if sinks is not None:
-        sinks = jnp.pad(sinks, (0, -heads % TILE))
-    rows: Any = (InterpretedRows if interpret else GatheredRows)(pages, entry, buffer.dtype.itemsize)
-    if entry.codec.rope_in_values:
+    q_latent, q_pe = (jnp.pad(q.reshape(requests, heads, -1), pad) for q in (call.q_latent, call.q_pe))
+    sinks = None if call.sinks is None else jnp.pad(call.sinks, (0, -heads % TILE))
+    counts, extra = None, call.extra  # without a second cache, the plan knows the counts
+    rows: Any = (InterpretedRows if interpret else GatheredRows)(call.pages, call.entry, call.buffer.dtype.itemsize)
+    if call.entry.codec.rope_in_values:
         sources = [rows]
         if extra is not None:
             sources.append(GatheredRows(extra.pages, extra.entry, extra.buffer.dtype.itemsize))
         first_tiles = 2 * -(-slots.shape[-1] // PAIR)
         rows = (InterpretedFP8V4Rows if interpret else FP8V4Rows)(tuple(sources), first_tiles)
-    if extra is None:
-        counts = None  # the plan knows them
-    else:
+    if extra is not None:
+        counts = None if call.counts is None else call.counts.reshape(-1)
         extra = replace(extra, slots=extra.slots.reshape(requests, -1))
-    out, lse, split_out, split_lse, split_scale = attend_slots(
-        q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan, extra,
-        counts=None if counts is None else counts.reshape(-1), rows=rows, logit_cap=logit_cap, config=config,
-        interpret=interpret,
-    )  # fmt: skip
+    by_request = replace(call, q_latent=q_latent, q_pe=q_pe, slots=slots, counts=counts, sinks=sinks, extra=extra)
+    out, lse, split_out, split_lse, split_scale = attend(by_request, plan, rows, config, interpret=interpret)
     if not plan.whole:
         out, lse = combine(
             out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks
@@ -286,84 +353,31 @@ def _decode(
     return out[:, :heads].reshape(batch, tokens, heads, -1), lse[:, :heads].reshape(batch, tokens, heads)
 
 
-def decode_by_slots(
-    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, plan: Plan | None,
-    *, pages, entry, logit_cap, window,
-):  # fmt: skip
-    """Maps q_latent [B, Q, Hq, R], q_pe [B, Q, Hq, P] to out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    batch, tokens, heads, _ = q_latent.shape
-    size = _most_slots(block_tables, pages, window)
-    if window is None:
-        positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
-        slots = slots_for(block_tables, positions, block_size=pages.block_size)
-        slots = jnp.broadcast_to(slots[:, None], (batch, tokens, size))
-    else:
-        first = jnp.maximum(_ends(block_tables, seq_lens, pages, tokens) - window, 0)
-        positions = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(batch, -1)
-        slots = slots_for(block_tables, positions, block_size=pages.block_size).reshape(batch, tokens, size)
-    if plan is None:
-        plan = plan_by_slots(
-            block_tables, seq_lens,
-            pages=pages, entry=entry, heads=heads, tokens=tokens, window=window, batch_invariant=False,
-        )  # fmt: skip
-    return decode_slots(
-        q_latent, q_pe, buffer, slots, None, layer, scale, None, plan, pages=pages, entry=entry, logit_cap=logit_cap
-    )
-
-
-def plan_by_slots(
-    block_tables, seq_lens, *, pages, entry, heads: int, tokens: int, window, batch_invariant: bool
-) -> Plan:
-    """The schedule of such calls: query token t of a request sees all but the last `tokens` - 1 - t slots."""
-    counts = _ends(block_tables, seq_lens, pages, tokens).reshape(-1)
-    size = _most_slots(block_tables, pages, window)
-    if window is not None:
-        counts = jnp.minimum(counts, window)
-    costs = config_of(entry, queries=counts.size, size=size, heads=heads).split_costs
-    return plan_slots(
-        counts, size=size, heads=heads, costs=costs, batch_invariant=batch_invariant,
-        by_kernel=not interpreting.value,
-    )  # fmt: skip
-
-
-def _ends(block_tables, seq_lens, pages, tokens: int):
-    """The position after the last token that each query token sees, int32 [B, tokens]."""
-    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
-    return jnp.maximum(lengths[:, None] - jnp.arange(tokens - 1, -1, -1, dtype=jnp.int32), 0)
-
-
-def _most_slots(block_tables, pages, window: int | None) -> int:
-    """The most tokens that a query token sees."""
-    size = table_tokens(block_tables, pages.block_size)
-    return size if window is None else min(size, window)
-
-
-def attend_slots(
-    q_latent, q_pe, buffer, slots, sinks, layer, scale, kv_scale, plan: Plan, extra: ExtraSlots | None = None,
-    *, counts=None, rows: GatheredRows | FP8V4Rows, logit_cap, config: SparseConfig, interpret,
-):  # fmt: skip
+def attend(
+    call: DecodeMLASparse, plan: Plan, rows: GatheredRows | FP8V4Rows, config: SparseConfig, *, interpret: bool
+) -> list[jax.Array]:
     """Results of whole query tokens, and of splits (`result_types`).
 
-    q_latent [N, heads rounded up to 8, R], slots [N, K], sinks [heads rounded up to 64] or None.  Entries are
-    multiplied by `kv_scale` unless that is None.  R is 512, or 448.  With `FP8V4Rows`, rotary parts then follow, as
-    part of keys and values.  With other rows, queries and keys in shared memory end with zeros, and the last columns of
-    the output are not stored.
+    The arrays of `call` are by query token: q_latent [N, heads rounded up to 8, R], slots [N, K], sinks
+    [heads rounded up to 64] or None.  Entries are multiplied by `kv_scale` unless that is None.  R is 512, or 448.
+    With `FP8V4Rows`, rotary parts then follow, as part of keys and values.  With other rows, queries and keys in shared
+    memory end with zeros, and the last columns of the output are not stored.
 
-    `extra` are the slots of a second cache, whose tiles follow those of `slots`; its arrays are [N, K'].  The plan
-    counts slots as if `slots` were whole pairs of tiles.  Of these, the first `counts` [N] are used, or all.
+    `extra` are the slots [N, K'] of a second cache, whose tiles follow those of `slots`.  The plan counts slots as if
+    `slots` were whole pairs of tiles.  Of these, the first `counts` [N] are used, or all.
     """
-    batch, heads, latent = q_latent.shape
+    batch, heads, latent = call.q_latent.shape
     tiles = -(-heads // TILE)
     rope_in_values = isinstance(rows, FP8V4Rows)
     copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
-    width = latent + q_pe.shape[-1] if rope_in_values else latent
+    width = latent + call.q_pe.shape[-1] if rope_in_values else latent
     stored = min(heads, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
-    dtype, k_dtype = q_latent.dtype, rows.latent_dtype
-    kv_scales = [] if kv_scale is None else [jnp.reshape(kv_scale, (1,))]
-    sink_arrays, count_arrays = ([] if x is None else [x] for x in (sinks, counts))
+    dtype, k_dtype = call.q_latent.dtype, rows.latent_dtype
+    kv_scales = [] if call.kv_scale is None else [jnp.reshape(call.kv_scale, (1,))]
+    sink_arrays, count_arrays = ([] if x is None else [x] for x in (call.sinks, call.counts))
     extra_arrays = []
-    if extra is not None:
-        extra_arrays = [rows.buffer(extra.buffer), extra.slots, jnp.reshape(extra.layer, (1,))]
+    if call.extra is not None:
+        extra_arrays = [rows.buffer(call.extra.buffer), call.extra.slots, jnp.reshape(call.extra.layer, (1,))]
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def body(*refs, **scratch):
@@ -501,10 +515,10 @@ def attend_slots(
                     masked = over_rows(factors, TILE) < 0
                     return jnp.where(masked, MASKED, s + over_rows(jnp.log2(jnp.abs(factors)), TILE))
 
-                if logit_cap is None:
+                if call.logit_cap is None:
                     s = lax.cond(special, lambda s: add_logarithms(multiply_factors(s)), lambda s: s, s)
                 else:
-                    s = cap_scores(lax.cond(special, multiply_factors, lambda s: s, s), logit_cap)
+                    s = cap_scores(lax.cond(special, multiply_factors, lambda s: s, s), call.logit_cap)
                     s = lax.cond(special, add_logarithms, lambda s: s, s)
 
                 def row_sums(w):
@@ -624,8 +638,15 @@ def attend_slots(
         interpret=interpret,
         auto_barriers=False,
         out_type=result_types(
-            (batch,), plan.max_splits, dtype, rows=heads, width=width, split_width=LATENT, lse=(tiles - 1) * TILE +
-            stored, split_lse=tiles * TILE, scales=2,
+            (batch,),
+            plan.max_splits,
+            dtype,
+            rows=heads,
+            width=width,
+            split_width=LATENT,
+            lse=(tiles - 1) * TILE + stored,
+            split_lse=tiles * TILE,
+            scales=2,
         ),
         grid=(tiles, plan.num_partitions),
         grid_names=("group", "partition"),
@@ -646,10 +667,21 @@ def attend_slots(
             **({"operands": swizzled(2, TILE, TILE, dtype=k_dtype)} if interpret else {}),
         },
     )(
-        q_latent, q_pe, rows.buffer(buffer), rows.zeros(), slots, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
-        plan.partitions, plan.work_tiles, plan.split_requests, *kv_scales, *sink_arrays,
-        *count_arrays, *extra_arrays,
-    )  # fmt: skip
+        call.q_latent,
+        call.q_pe,
+        rows.buffer(call.buffer),
+        rows.zeros(),
+        call.slots,
+        jnp.reshape(call.layer, (1,)),
+        jnp.reshape(call.scale, (1,)),
+        plan.partitions,
+        plan.work_tiles,
+        plan.split_requests,
+        *kv_scales,
+        *sink_arrays,
+        *count_arrays,
+        *extra_arrays,
+    )
 
 
 def _divided(refs, *arrays) -> list[Any]:

@@ -28,6 +28,7 @@ Budget, for keys of 128 + 64 and values of 128.  Shared memory: keys and values 
 whose place results are stored.  Registers: O 64 + S 64 + P 32 of 232 per lane for consumers, 40 for the producer.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -39,7 +40,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv, multiply_add, opaque_zero
-from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, consumer_registers, interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import (
+    MULTIPROCESSORS,
+    consumer_registers,
+    interpreting,
+    unavailable_reasons,
+)
+from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA as WGMMA_CAPABILITIES
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     LANE_COLUMNS,
@@ -51,6 +58,10 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
 
+SIZES = (128, 64, 128)
+"""Values of a key without and in its rotary part, and of a value: DeepSeek's."""
+TILE_ROWS = 8
+"""The number of keys is a multiple of it: TMA clips copies of tiles only then."""
 ROWS = 64
 """Query tokens of a consumer."""
 KEYS = 128
@@ -68,12 +79,21 @@ WELL_FILLED = 1.1
 """The time, relative to that of a GPU without idle multiprocessors, for which more splits are not worth merging."""
 
 
+def unsupported_reasons(dtype, nope: int, rope: int, value: int) -> Iterator[str]:
+    """Reasons against `attend_expanded` for such heads, and those of this machine."""
+    yield from unavailable_reasons(WGMMA_CAPABILITIES)
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        yield f"queries of {jnp.dtype(dtype).name}: supports bfloat16 and float16"
+    if (nope, rope, value) != SIZES:
+        yield f"heads of {nope} + {rope} and {value} values: supports {SIZES[0]} + {SIZES[1]} and {SIZES[2]}"
+
+
 def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.Array, jax.Array]:
     """The attention of queries to the first keys of their requests, in one or more splits of the keys.
 
     Args:
       q: [B, Q, H, N + P], bfloat16 or float16.
-      k_nope: [B, S, H, N], the dtype of `q`; S is a multiple of 8, as all dimensions of tiles that TMA clips.
+      k_nope: [B, S, H, N], the dtype of `q`; S is a multiple of TILE_ROWS.
       k_pe: [B, S, P], the same for all heads.
       v: [B, S, H, V].
       kv_lens: int32 [B], the keys of each request.

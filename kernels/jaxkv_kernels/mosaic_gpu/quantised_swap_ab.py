@@ -64,16 +64,20 @@ KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for two c
 values takes 16.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, ClassVar
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.calls import DecodeKV, DecodeMLA, PlanDecode
+from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, values_of
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
     InterpretedHeads,
@@ -81,8 +85,9 @@ from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
     InterpretedLatents,
     InterpretedNvfp4,
 )
+from jaxkv_kernels.mosaic_gpu.layout_reasons import apart, block_sizes, origins, steps, unaligned
 from jaxkv_kernels.mosaic_gpu.masks import apply_mask
-from jaxkv_kernels.mosaic_gpu.paged_tma import PageTable
+from jaxkv_kernels.mosaic_gpu.paged_tma import PageTable, in_entries_dtype
 from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
     GROUP,
     INVERSES,
@@ -103,7 +108,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.scaling import EXPONENT, INVERSE, LEAST_FACTOR, MOST_FACTOR
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
-from jaxkv_kernels.mosaic_gpu.tile_scheduler import TILE_COSTS, Plan, SplitCosts, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import TILE_COSTS, SplitCosts, load_work_range, load_work_tile
 from jaxkv_kernels.tuning import require
 
 _QUANTISED_TILE_COSTS = replace(TILE_COSTS, least=4)
@@ -205,15 +210,54 @@ def tiles_of(entry, *, interpret: bool) -> Tiles:
     return kinds[interpret](entry)
 
 
+def mla_reasons(call: DecodeMLA | PlanDecode) -> Iterator[str]:
+    """Reasons against attending to the latents of this call."""
+    pages = call.pages
+    yield from latent_sizes(call.entry)
+    yield from block_sizes(pages)
+    if pages.token_stride != pages.width:
+        yield f"token stride {pages.token_stride}: supports {pages.width}, tokens that are contiguous"
+    yield from unaligned(steps(pages, ("layer",)), call.buffer.dtype.itemsize)
+    try:
+        row_view(pages)
+    except ValueError as error:
+        yield str(error)
+
+
+def gqa_reasons(call: DecodeKV | PlanDecode, rows: int, most_rows: int) -> Iterator[str]:
+    """Reasons against attending to the keys and values of this call with `rows` query rows per KV head."""
+    yield from apart(call.pages, call.entry)
+    if not {*call.entry.sizes} <= {128, 256}:
+        yield f"{values_of(call.entry)}: supports 128 and 256 of each, if quantised"
+    if rows > most_rows:
+        yield (
+            f"query tokens x heads of {rows} per KV head: supports up to {most_rows} with entries of "
+            f"format {call.entry.format!r}"
+        )
+    yield from block_sizes(call.pages)
+    yield from origins(call.pages, call.buffer)
+
+
+def _scales(call: DecodeMLA | DecodeKV) -> tuple[jax.Array, ...]:
+    """The scales of keys and of values, float32 [1] or [heads]; none for entries with scales of their own."""
+    if isinstance(call, DecodeMLA):
+        return () if call.kv_scale is None else (jnp.reshape(call.kv_scale, (1,)),) * 2
+    return () if call.k_scale is None else tuple(jnp.reshape(scale, (-1,)) for scale in (call.k_scale, call.v_scale))
+
+
 def attend(
-    queries, buffer, block_tables, layer, scale, scales, plan: Plan,
-    *, tiles: Tiles, tokens, group, pages, logit_cap, window, config: QuantisedSwapABConfig, interpret,
-):  # fmt: skip
+    call: DecodeMLA | DecodeKV, queries: Sequence[jax.Array], config: QuantisedSwapABConfig, *, interpret: bool
+) -> Sequence[jax.Array]:
     """Results of whole requests and splits (`result_types`), whose first axis is that of requests or splits x heads.
 
-    `queries`: bf16 [B * heads, rows, ...], with 8 or 16 rows, `group` for each query token.  `scales`: those of
-    keys and of values, float32 [1] or [heads], or () for entries with scales of their own.
+    `queries` are those of `call` as bf16 [B * heads, rows, ...], with 8 or 16 rows: query tokens x query heads of a KV
+    head.  `call` has a plan.
     """
+    tiles = tiles_of(call.entry, interpret=interpret)
+    _, tokens, query_heads, _ = (call.q_latent if isinstance(call, DecodeMLA) else call.q).shape
+    group = query_heads // call.pages.num_heads
+    plan, window, logit_cap, scales = call.plan, call.window, call.logit_cap, _scales(call)
+    buffer, pages = in_entries_dtype(call.buffer, call.pages, tiles.dtype)
     batch, rows, _ = queries[0].shape
     dtype, width = queries[0].dtype, GROUP * tiles.value_groups
     consumers, query_stages = config.consumers, config.query_stages
@@ -563,6 +607,6 @@ def attend(
             **operands,
         },
     )(
-        *queries, tiles.operand(buffer, pages), block_tables, jnp.reshape(layer, (1,)), jnp.reshape(scale, (1,)),
-        *scales, plan.partitions, plan.work_tiles, plan.split_requests,
+        *queries, tiles.operand(buffer, pages), call.block_tables, jnp.reshape(call.layer, (1,)),
+        jnp.reshape(call.scale, (1,)), *scales, plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
-from jaxkv_kernels.mosaic_gpu import prefill, unsupported
+from jaxkv_kernels.mosaic_gpu import prefill
 from support.compare import assert_close
 from support.hopper import on_hopper
 
-NOPE, ROPE, VALUE = unsupported.EXPANDED
+NOPE, ROPE, VALUE = prefill.SIZES
 
 
 def arguments(tokens, keys, heads, lengths, dtype):
