@@ -33,6 +33,8 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 WARP, WARPGROUP = 32, 128
+MOST_VALUES = 2048
+"""Values of an entry that a team keeps in registers."""
 WARPGROUPS = 2
 """Warpgroups per CTA.  One takes the same time; four take up to 20 % more (H200)."""
 TOGETHER, MANY, SHORT = 2, 1024, 4

@@ -26,6 +26,8 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 
 DIM = 128
+BLOCKS = (32, 64, 128, 256)
+"""Sizes of blocks of e4m3 keys."""
 ROW_BYTES = 128
 SCALE_BYTES = 4
 SCALES_PER_ROW = ROW_BYTES // SCALE_BYTES
