@@ -57,14 +57,14 @@ WORD = 4
 
 def write(call: Write) -> jax.Array:
     """Stores new entries at slots of a layer; returns the new buffer."""
-    if _copied(call, [value.dtype for value in _values(call)]):
+    if not _angles(call) and _copied(call.entry, [value.dtype for value in _values(call)]):
         return store_entries(call, _values(call))
     return encode_entries(call)
 
 
 def gather(call: Gather) -> tuple[jax.Array, ...]:
     """The values of the tokens of ragged runs, [total, (H,) n_i] of the call's dtype; rows without a token are 0."""
-    return load_entries(call, call.entry) if _copied(call, [call.dtype]) else decode_entries(call)
+    return load_entries(call, call.entry) if _copied(call.entry, [call.dtype]) else decode_entries(call)
 
 
 def gather_entries(call: GatherEntries) -> jax.Array:
@@ -113,23 +113,26 @@ def _scales(call: Write | Gather) -> list[jax.Array]:
     if not call.entry.codec.scaled or isinstance(call, WriteIndexerK | GatherIndexerK):
         return []
     scales = [call.kv_scale] if isinstance(call, WriteMLA | GatherMLA) else [call.k_scale, call.v_scale]
-    return [jnp.reshape(scale, (-1,)).astype(jnp.float32) for scale in scales]
+    return [jnp.reshape(scale, (-1,)).astype(jnp.float32) for scale in scales if scale is not None]
 
 
-def _copied(call: Write | Gather, dtypes) -> bool:
-    """Whether moving entries to or from values of `dtypes` copies them as they are, in bulk.
+def _angles(call: Write) -> list[jax.Array]:
+    """The cosines and sines by which the last value is rotated; none if it is stored as it is."""
+    return [call.cos_sin] if isinstance(call, WriteMLA) and call.cos_sin is not None else []
+
+
+def _copied(entry: Entry, dtypes) -> bool:
+    """Whether moving an entry to or from values of `dtypes` copies them as they are, in bulk.
 
     Indexer keys are too short to gain from bulk copies.
     """
-    rotated = isinstance(call, WriteMLA) and call.cos_sin is not None
-    plain = call.entry.format in PLAIN and not isinstance(call.entry, IndexerEntry)
-    return plain and not rotated and all(call.entry.dtype == dtype for dtype in dtypes)
+    return entry.format in PLAIN and not isinstance(entry, IndexerEntry) and all(entry.dtype == d for d in dtypes)
 
 
 def _unsupported_moves(call: Write | Gather, dtypes) -> Iterator[str]:
     """Reasons against moving entries between the cache and arrays of their values, of `dtypes`."""
     itemsize = call.buffer.dtype.itemsize
-    if _copied(call, dtypes):
+    if _copied(call.entry, dtypes):
         yield from unsupported_copies(call.entry, call.pages, itemsize)
     elif call.pages.num_parts > 1:
         yield from apart(call.pages, call.entry)
@@ -173,8 +176,7 @@ def encode_entries(call: Write) -> jax.Array:
     lanes = mover(team)
     values = [value.reshape(entries, -1) for value in _values(call)]
     scales = _scales(call)
-    rotated = isinstance(call, WriteMLA) and call.cos_sin is not None
-    angles, interleaved = ((call.cos_sin,), call.interleaved) if rotated else ((), False)
+    angles, interleaved = _angles(call), isinstance(call, WriteMLA) and call.interleaved
 
     def load(i, inside, *refs):
         value_refs, (slot_ref, layer_ref, *others) = refs[: len(values)], refs[len(values) : -1]

@@ -17,6 +17,7 @@ The expert of all tokens is computed by the same kernels, as further experts tha
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -37,9 +38,9 @@ from jaxkv_kernels.mosaic_gpu.expert_products import (
 )
 from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import (
     fits_one_token,
-    is_one_expert,
     one_expert,
     one_token,
+    only_expert,
     unsupported_expert,
 )
 from jaxkv_kernels.tile_scaled import TILE, TileScaled, rounded_to_e4m3
@@ -53,8 +54,8 @@ def unsupported_reasons(call: GroupedSwiglu) -> Iterator[str]:
     if call.biases is not None and scaled:
         yield "`biases`: supports weights in float8 without biases"
     yield from unsupported_tokens(call.x)
-    if is_one_expert(call):
-        yield from unsupported_expert(call)
+    if (expert := only_expert(call)) is not None:
+        yield from unsupported_expert(expert[0])
         return
     step, kind = (TILE, " with weights in float8") if scaled else (STEP, "")
     for name, size in (("tokens", call.x.shape[1]), ("inner sizes", call.gate.shape[1])):
@@ -67,8 +68,8 @@ def grouped_swiglu(call: GroupedSwiglu) -> jax.Array:
     x, experts, gate, shared = call.x, call.experts, call.gate, call.shared
     if not len(x):
         return jnp.zeros_like(x)
-    if is_one_expert(call):
-        return one_expert(call)
+    if (expert := only_expert(call)) is not None:
+        return one_expert(call, expert)
     sizes = x.shape[0], experts.size, gate.shape[0]
     scaled = isinstance(gate, TileScaled)
     config = configuration(default_config_of_fp8(*sizes, gate.shape[1]) if scaled else default_config(*sizes))
@@ -93,7 +94,9 @@ def _joins(gate, shared, tokens: int, config) -> bool:
 
 @partial(jax.jit, static_argnames="config")
 def _swiglu(call: GroupedSwiglu, config: ExpertsConfig) -> jax.Array:
-    x, experts, gate, up, down, shared = call.x, call.experts, call.gate, call.up, call.down, call.shared
+    x, experts, shared = call.x, call.experts, call.shared
+    matrices: Any = call.gate, call.up, call.down
+    gate, up, down = matrices
     count, more, more_first, more_second = gate.shape[0], 0, (), ()
     if shared is not None:
         more = len(shared[0]) // gate.shape[1]

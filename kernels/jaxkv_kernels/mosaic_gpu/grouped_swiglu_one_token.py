@@ -59,15 +59,18 @@ UNPACK = {
 ROUND = {"bfloat16": "cvt.rn.bf16.f32", "float16": "cvt.rn.f16.f32"}
 
 
-def is_one_expert(call: GroupedSwiglu) -> bool:
-    """Whether a call is the feed-forward of a single token that is not a mixture: only the expert of all tokens."""
+Expert = tuple[jax.Array, jax.Array, jax.Array]
+
+
+def only_expert(call: GroupedSwiglu) -> Expert | None:
+    """The expert of all tokens, if it is all that a single token passes through: a feed-forward that is no mixture."""
     plain = call.biases is None and call.alpha is None and not isinstance(call.gate, TileScaled)
-    return call.x.shape[0] == 1 and not call.experts.shape[1] and call.shared is not None and plain
+    return call.shared if call.x.shape[0] == 1 and not call.experts.shape[1] and plain else None
 
 
-def unsupported_expert(call: GroupedSwiglu) -> Iterator[str]:
-    """Reasons against a call that `is_one_expert`."""
-    width, inner = call.x.shape[1], len(call.shared[0])
+def unsupported_expert(gate) -> Iterator[str]:
+    """Reasons against an `only_expert` whose gate is [inner, width]."""
+    inner, width = gate.shape
     if width % VECTOR:
         yield f"tokens of {width} values: supports multiples of {VECTOR}"
     if not inner_parts(inner):
@@ -83,9 +86,9 @@ def fits_one_token(call: GroupedSwiglu) -> bool:
     return parts <= MOST_PARTS and inner <= MOST_INNER
 
 
-def one_expert(call: GroupedSwiglu) -> jax.Array:
-    """The result [1, D] of the expert of all tokens alone, in parts of up to 2,048 of its values."""
-    gate, up, down = call.shared
+def one_expert(call: GroupedSwiglu, expert: Expert) -> jax.Array:
+    """The result [1, D] of the `only_expert` of a call, in parts of up to 2,048 of its values."""
+    gate, up, down = expert
     parts, width = inner_parts(len(gate)), call.x.shape[1]
     first = [matrix.reshape(parts, -1, width) for matrix in (gate, up)]
     # No expert is chosen, so that their matrices, which must not be empty, are not read.
@@ -95,18 +98,11 @@ def one_expert(call: GroupedSwiglu) -> jax.Array:
 @jax.jit
 def one_token(call: GroupedSwiglu) -> jax.Array:
     """The sum [1, D] of the experts of a token, shared ones included; weights have the dtype of `x`."""
-    x, experts, shares, gate, up, down, shared = (
-        call.x,
-        call.experts,
-        call.weights,
-        call.gate,
-        call.up,
-        call.down,
-        call.shared,
-    )
+    x, experts, shares, shared = call.x, call.experts, call.weights, call.shared
+    gate, up, down = call.gate, call.up, call.down
     (count, inner, width), choices = gate.shape, experts.size
-    more = len(shared[0]) // inner if shared else 0
-    first, second = (shared[:2], shared[2:]) if shared else ((), ())
+    more = 0 if shared is None else len(shared[0]) // inner
+    first, second = ((), ()) if shared is None else (shared[:2], shared[2:])
     sizes = {"choices": choices, "experts": count, "more": more, "inner": inner, "width": width}
     options = {"dtype": x.dtype, "sizes": sizes}
     if not choices:  # kernels have no empty operands

@@ -59,11 +59,13 @@ class MosaicGPU(Kernels):
 
     @supports(_MOVED_MLA, entries.unsupported_gathers, _on(BULK_COPIES))
     def gather_mla(self, call: calls.GatherMLA) -> tuple[jax.Array, jax.Array]:
-        return entries.gather(call)
+        kv_c, k_pe = entries.gather(call)
+        return kv_c, k_pe
 
     @supports(_MOVED_KV, entries.unsupported_gathers, _on(BULK_COPIES))
     def gather_kv(self, call: calls.GatherKV) -> tuple[jax.Array, jax.Array]:
-        return entries.gather(call)
+        k, v = entries.gather(call)
+        return k, v
 
     @supports(_MOVED_INDEXER, entries.unsupported_gathers, _on(BULK_COPIES))
     def gather_indexer_k(self, call: calls.GatherIndexerK) -> jax.Array:

@@ -49,7 +49,7 @@ def scaled_linear(call: ScaledLinear) -> jax.Array:
     return _linear(call, config=config)
 
 
-def parts_of(shape: tuple[int, int], tiles: int, consumers: int) -> int:
+def parts_of(shape: tuple[int, ...], tiles: int, consumers: int) -> int:
     """The parts into which the summed dimension of a weight [I, D] is divided, for that many tiles of rows."""
     steps, features = num_tiles(shape[1]), -(-shape[0] // (consumers * TILE))
     at_once = multiprocessors()

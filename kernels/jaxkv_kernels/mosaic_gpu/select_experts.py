@@ -72,9 +72,9 @@ def select_experts(call: SelectExperts) -> tuple[jax.Array, jax.Array]:
     """The choices [T, K] of tokens with logits [T, E], and their weights."""
     logits, bias = call.logits, call.bias
     tokens, interpret = len(logits), bool(interpreting.value)
-    shapes = [jax.ShapeDtypeStruct((tokens, call.per_token), dtype) for dtype in (jnp.int32, jnp.float32)]
+    shape = tokens, call.per_token
     if not tokens:
-        return tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
     def body(*refs):
         first = lax.axis_index("cta") * WARPS
@@ -93,7 +93,7 @@ def select_experts(call: SelectExperts) -> tuple[jax.Array, jax.Array]:
         interpret=interpret,
         auto_barriers=False,
         kernel_name="experts_selected",
-        out_type=shapes,
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)],
         grid=(-(-tokens // WARPS),),
         grid_names=("cta",),
         num_threads=1,

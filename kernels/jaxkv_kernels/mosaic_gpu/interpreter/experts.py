@@ -13,7 +13,7 @@ from jaxkv_kernels.xla.kernels import XLA
 def select_experts(call: SelectExperts, refs, first, count: int) -> None:
     """Stores the choices of `count` tokens from `first` on.  `refs` are logits, perhaps the bias, and both results."""
     *operands, ids_ref, weights_ref = refs
-    logits, bias = (*(ref[...] for ref in operands), *[None] * (len(operands) == 1))
+    logits, bias = operands[0][...], operands[1][...] if len(operands) > 1 else None
     found = XLA().select_experts(replace(call, logits=logits, bias=bias))
     for token in range(count):
 
