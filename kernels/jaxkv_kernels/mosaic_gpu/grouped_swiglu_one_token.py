@@ -107,10 +107,8 @@ def one_token(call: GroupedSwiglu) -> jax.Array:
     options = {"dtype": x.dtype, "sizes": sizes}
     if not choices:  # kernels have no empty operands
         experts, shares = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.float32)
-    hidden = _run(
-        _gate_up, x, experts, gate, up, *first, results=(choices + more) * inner, limit=call.limit,
-        following=(shares, down, *second), **options,
-    )  # fmt: skip
+    values, following = (choices + more) * inner, {"following": (shares, down, *second)}
+    hidden = _run(_gate_up, x, experts, gate, up, *first, results=values, limit=call.limit, **following, **options)
     return _run(_down, hidden, experts, shares, down, *second, results=width, **options).reshape(1, width)
 
 

@@ -299,9 +299,7 @@ def _run(call: IndexerLogits, groups: Groups, tiles: Tiles, config: IndexerConfi
 
                 plgpu.copy_gmem_to_smem(q_ref.at[request], q_s.at[stage], q_full.at[stage])
                 if weights_shared:
-                    plgpu.copy_gmem_to_smem(
-                        weight_ref.at[request], w_s.at[stage], q_full.at[stage], oob_mode=IN_BOUNDS
-                    )  # fmt: skip
+                    plgpu.copy_gmem_to_smem(weight_ref.at[request], w_s.at[stage], q_full.at[stage], oob_mode=IN_BOUNDS)
 
                 def window(blocks, first, low, high):
                     lax.fori_loop(low, high, partial(fetch, blocks, first, n - begin), None)
@@ -377,11 +375,12 @@ def _run(call: IndexerLogits, groups: Groups, tiles: Tiles, config: IndexerConfi
                         # Two tokens at a time: each lane of a quad then stores one logit.
                         if rest == 0 and (token % 2 == 1 or token == tokens - 1):
                             even = token - token % 2
-                            lanes.store_logits(
-                                out_ref, groups.row(request, even), tile * TILE, length - (tokens - 1) + even, in_table,
-                                part, [partial.pop(t) for t in range(even, token + 1)], scale,
-                                skipped=groups.skipped(request, even),
-                            )  # fmt: skip
+                            row, first_key = groups.row(request, even), tile * TILE
+                            end = length - (tokens - 1) + even
+                            sums = [partial.pop(t) for t in range(even, token + 1)]
+                            skipped = groups.skipped(request, even)
+                            place = out_ref, row, first_key, end, in_table
+                            lanes.store_logits(*place, part, sums, scale, skipped=skipped)
 
             def run(used, n, request, begin, end):
                 q_stage = query_stage_of(used)
