@@ -46,8 +46,8 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
     word_list,
 )
 from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
-from jaxkv_kernels.mosaic_gpu.ptx.gather import COLUMN_TILE, STORE, Lane, load_eight, permute, shuffle
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array, words
+from jaxkv_kernels.mosaic_gpu.ptx.gather import COLUMN_TILE, STORE, Lane, load_eight, shuffle
+from jaxkv_kernels.mosaic_gpu.runtime.elements import array, permuted, words
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, c64, i32, i64, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
@@ -375,7 +375,7 @@ def _store_unit(ref, raw, scales, unit, stage: int) -> None:
     starts = [at(mgpu.utils.memref_ptr(ref), x) for x in (offset, arith.xori(offset, c32(16)))]
     word = scales[unit.scale // 4]
     selector = arith.addi(byte, c32(0x4440))
-    bytes_ = [permute(shuffle(word, owner), c32(0), selector) for owner in owners]
+    bytes_ = [permuted(shuffle(word, owner), c32(0), selector) for owner in owners]
     for step, chunk, scale in zip(steps, chunks, map(_pair, bytes_), strict=True):
         values = [x for value in chunk for x in ptx(CONVERT, value, scale, result_types=[i32()] * 2)]
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
@@ -388,7 +388,7 @@ def _pair(scale) -> ir.Value:
     least = arith.cmpi(arith.CmpIPredicate.eq, scale, c32(0))
     nan = arith.cmpi(arith.CmpIPredicate.eq, scale, c32(255))
     scale = arith.select(nan, c32(0x7FC0), arith.select(least, c32(0x0040), normal))
-    return permute(scale, scale, c32(0x1010))
+    return permuted(scale, scale, c32(0x1010))
 
 
 def _prefetch(zero, own, nbytes: int) -> None:

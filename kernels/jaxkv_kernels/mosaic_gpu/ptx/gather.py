@@ -14,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import words
+from jaxkv_kernels.mosaic_gpu.runtime.elements import permuted, words
 from jaxkv_kernels.mosaic_gpu.runtime.ptx import E4M3_TO_F16, LOAD_SHARED, at, c32, c64, i32, i64, ptx
 from jaxkv_kernels.mosaic_gpu.scaling import (
     E8M0_RANGE,
@@ -73,11 +73,6 @@ def shuffle(word, lane) -> ir.Value:
     return ptx(
         "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", word, lane, result_types=i32(), has_side_effects=True, convergent=True
     )
-
-
-def permute(low, high, selector) -> ir.Value:
-    """Four of the bytes of two words, by the digits of `selector`."""
-    return ptx("prmt.b32 $0, $1, $2, $3;", low, high, selector, result_types=i32())
 
 
 class Lane:
@@ -346,7 +341,7 @@ def load_scales(address, offset: int, *, by_half: bool) -> list[ir.Value]:
 def load_eight(address, offset: int, *, by_half: bool) -> list[ir.Value]:
     """8 bytes at `offset` of the lane's own row; with `by_half`, the next 8 in the last 16 lanes of a warp."""
     if by_half:
-        address = at(address, arith.extui(ir.IntegerType.get_signless(64), arith.shli(upper_half(), c32(3))))
+        address = at(address, _wide(arith.shli(upper_half(), c32(3))))
     return list(ptx(LOAD_PAIR.format(offset=offset), address, result_types=[i32()] * 2, has_side_effects=True))
 
 
@@ -380,7 +375,7 @@ def e8m0_scales(raw, *, padding: int) -> tuple[ir.Value, Sequence[ir.Value]]:
     first, second = (shuffle(word, lane) for word in raw)
     if padding:
         # Scales before the padding stand in for it.
-        whole = permute(second, second, c32(0x1010))
+        whole = permuted(second, second, c32(0x1010))
         second = arith.select(arith.cmpi(arith.CmpIPredicate.ne, upper_half(), c32(0)), whole, second)
     mask = c32(0x00FF00FF)
     pairs = [arith.andi(word, mask) for word in (first, second)]
@@ -394,7 +389,7 @@ def e8m0_scales(raw, *, padding: int) -> tuple[ir.Value, Sequence[ir.Value]]:
     power = arith.select(safe, c32(127), power)
     # The exponent of a scale divided by the factor, in float16: less than 1 becomes 0, which is below 2**-14.
     negative = arith.subi(c32(base), power)
-    negative = permute(negative, negative, c32(0x1010))
+    negative = permuted(negative, negative, c32(0x1010))
     exponents = [_pairwise("add.s16x2", pair, negative) for pair in pairs]
     exponents = [arith.shli(_pairwise("max.s16x2", pair, c32(0)), c32(2)) for pair in exponents]
     scales = [arith.ori(low, arith.shli(high, c32(8))) for low, high in zip(exponents[:2], exponents[2:], strict=True)]
@@ -408,7 +403,7 @@ def _extreme(which: str, pairs) -> ir.Value:
     extreme = pairs[0]
     for pair in pairs[1:]:
         extreme = _pairwise(f"{which}.u16x2", extreme, pair)
-    extreme = _pairwise(f"{which}.u16x2", extreme, permute(extreme, extreme, c32(0x1032)))
+    extreme = _pairwise(f"{which}.u16x2", extreme, permuted(extreme, extreme, c32(0x1032)))
     extreme = _pairwise(f"{which}.u16x2", extreme, shuffle(extreme, arith.xori(Lane().lane, c32(WARP_ROWS))))
     return arith.andi(extreme, c32(0xFFFF))
 
@@ -426,7 +421,7 @@ def e8m0_of_e2m1(scales, owner, half: int) -> list[ir.Value]:
 
 def _splat(low, high, number) -> ir.Value:
     """The byte `number` of two words as the first byte of both float16 numbers of a word."""
-    byte = permute(low, high, arith.muli(number, c32(0x1111)))
+    byte = permuted(low, high, arith.muli(number, c32(0x1111)))
     return arith.andi(byte, c32(0xFF00FF00))
 
 
@@ -440,11 +435,11 @@ def e4m3_of_e2m1(raw, owner, half: int) -> list[ir.Value]:
     owner = arith.addi(owner, arith.shli(lane.second, c32(WARP_ROWS.bit_length() - 1)))
     first, second = (shuffle(raw[2 * n + half], owner) for n in range(2))
     selector = arith.addi(arith.muli(lane.quarter, c32(0x11)), c32(0x40))
-    both = permute(first, second, selector)
+    both = permuted(first, second, selector)
     convert = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, low; }"
     both = ptx(convert, both, result_types=i32())
     both = ptx("mul.rn.f16x2 $0, $1, $2;", both, c32(0x54005400), result_types=i32())
-    return [permute(both, both, c32(selector)) for selector in (0x1010, 0x3232)]
+    return [permuted(both, both, c32(selector)) for selector in (0x1010, 0x3232)]
 
 
 def scale_of_group(pairs, owner, group: int) -> ir.Value:
