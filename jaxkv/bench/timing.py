@@ -11,7 +11,7 @@ from jax import lax
 
 from jaxkv.bench.chains import ByDevice, ByHost, Step
 from jaxkv.terminal.memory import device_memory
-from jaxkv_kernels.mosaic_gpu.runtime import available
+from jaxkv_kernels.mosaic_gpu.runtime import device
 
 CPU_SECONDS, GPU_SECONDS = 0.02, 0.003
 """The timed part of a chain lasts at least this long."""
@@ -86,7 +86,7 @@ def pace(backend: str, least: float) -> Pace:
 
 def has_clock() -> bool:
     """Whether programs can read the device's clock, which is the case on Hopper GPUs."""
-    return jax.default_backend() == "gpu" and not available.unavailable_reasons(available.CLOCK)
+    return jax.default_backend() == "gpu" and not device.unavailable_reasons(device.CLOCK)
 
 
 class Chain:

@@ -13,8 +13,8 @@ from jaxkv_kernels.xla.experts.swiglu import gated
 
 
 def swiglu_of_one(*args, **kwargs):
-    """`swiglu_of_one` of `jaxkv_kernels.mosaic_gpu.one_token.experts`, which imports Pallas."""
-    from jaxkv_kernels.mosaic_gpu.one_token.experts import swiglu_of_one
+    """`swiglu_of_one` of `jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token`, which imports Pallas."""
+    from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import swiglu_of_one
 
     return swiglu_of_one(*args, **kwargs)
 

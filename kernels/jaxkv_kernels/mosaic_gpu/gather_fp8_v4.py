@@ -46,9 +46,9 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
     word_list,
 )
 from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, permuted, words
 from jaxkv_kernels.mosaic_gpu.ptx.gather import COLUMN_TILE, STORE, Lane, load_eight, shuffle
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array, permuted, words
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
 

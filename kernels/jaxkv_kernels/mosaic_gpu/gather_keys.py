@@ -52,8 +52,8 @@ from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.format import Part
 from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import array
+from jaxkv_kernels.mosaic_gpu.ptx.inline import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT

@@ -85,12 +85,9 @@ from jaxkv_kernels.addressing.slots import lengths_in_table, slots_for, table_to
 from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.logit_cap import too_large
-from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import THRESHOLDS, check_threshold
-from jaxkv_kernels.mosaic_gpu.attention.convert.queries import fit_queries
-from jaxkv_kernels.mosaic_gpu.attention.epilogue import HalvesEpilogue, half_columns, result_types
-from jaxkv_kernels.mosaic_gpu.attention.masks import MASKED
-from jaxkv_kernels.mosaic_gpu.attention.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, query_dtype
+from jaxkv_kernels.mosaic_gpu.combine import combine
+from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.gather_fp8_v4 import ExtraRefs, FP8V4Rows, FP8V4Tiles
 from jaxkv_kernels.mosaic_gpu.gather_keys import (
     FACTOR,
@@ -104,10 +101,11 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
     async_fence,
 )
 from jaxkv_kernels.mosaic_gpu.interpreter.gather import InterpretedFP8V4Rows, InterpretedRows
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS, consumer_registers
-from jaxkv_kernels.mosaic_gpu.runtime.integers import opaque_zero
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
+from jaxkv_kernels.mosaic_gpu.masks import MASKED
+from jaxkv_kernels.mosaic_gpu.queries import fit_queries
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, consumer_registers, interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     COLUMN,
@@ -121,6 +119,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 )
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, PAIR, ROPE, TILE
+from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
     PAIR_COSTS,
     Plan,
@@ -130,7 +129,6 @@ from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
     load_work_tile,
     plan_slots,
 )
-from jaxkv_kernels.mosaic_gpu.unsupported import _latent_sizes, _query_dtype, _steps, _unaligned
 from jaxkv_kernels.tuning import configuration, require
 
 COLUMNS = 64
@@ -169,7 +167,7 @@ class SparseConfig:
     0.160 ms with it instead of 0.134.  The first two tiles of a CTA are not prefetched: one request took 0.0208 ms
     instead of 0.0145."""
     rescale_threshold: int = 8
-    """As in WideConfig."""
+    """As in MLADenseConfig."""
     split_costs: SplitCosts = _SPLIT_COSTS
     """In steps of two tiles.  With `split` of 16, 8 requests with 128 heads and `fp8_ds_mla` entries take 0.0255 ms
     instead of 0.0215: fewer, longer partitions.  With `least` of 2, one request takes 0.0190 ms instead of 0.0145."""
@@ -204,17 +202,17 @@ def unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
     if extra is not None:
         if {entry.format, extra.entry.format} != {"fp8_v4"}:
             yield f"`extra` of format {extra.entry.format!r}, with {entry.format!r}: supports 'fp8_v4' in both caches"
-        yield from _unaligned(_steps(extra.pages, ("layer",)), extra.buffer.dtype.itemsize)
+        yield from unaligned(steps(extra.pages, ("layer",)), extra.buffer.dtype.itemsize)
     yield from gathered_reasons(entry, call.pages, call.buffer)
-    yield from _query_dtype(entry, call.q_latent.dtype, "`q_latent`")
+    yield from query_dtype(entry, call.q_latent.dtype, "`q_latent`")
     yield from too_large({"logit_cap": call.logit_cap})
 
 
 def gathered_reasons(entry: MLAEntry, pages: Pages, buffer) -> Iterator[str]:
     """Reasons against attending to such latents by slot."""
-    yield from _latent_sizes(entry, *LATENT_SIZES.get(entry.format, (LATENT,)))
+    yield from latent_sizes(entry, *LATENT_SIZES.get(entry.format, (LATENT,)))
     # The regions of split pages store multiples of 16 bytes per token, but their scales.
-    yield from _unaligned(_steps(pages, ("layer",) if entry.split else ("layer", "token")), buffer.dtype.itemsize)
+    yield from unaligned(steps(pages, ("layer",) if entry.split else ("layer", "token")), buffer.dtype.itemsize)
 
 
 def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:

@@ -57,8 +57,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing.slots import lengths_in_table, table_tokens
 from jaxkv_kernels.mosaic_gpu.interpreter.scheduler import InterpretedRegisters
-from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.mosaic_gpu.tile_scheduler_vectors import LANES, SUMS, WARP, WARPS, Registers, at_once, padded

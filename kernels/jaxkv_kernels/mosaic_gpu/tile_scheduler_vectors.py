@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import array, elements, splat
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, elements, splat
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 LANES, WARPS, WARP = 128, 4, 32

@@ -7,7 +7,7 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 from jaxkv_kernels.mosaic_gpu.experts import unsupported
-from jaxkv_kernels.mosaic_gpu.one_token.experts import swiglu_of_one
+from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import swiglu_of_one
 from support import oracle
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
-from jaxkv_kernels.mosaic_gpu.attention import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import FewRowsConfig, WideConfig
+from jaxkv_kernels.mosaic_gpu import combine
+from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig
+from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import MOST_REQUESTS, make_plan
 from support import plans
@@ -16,8 +17,8 @@ from support.compare import assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
 BLOCKS = 50
-PAIRS = {"step": PAIR, "costs": WideConfig().split_costs}
-TILES = {"step": TILE, "costs": FewRowsConfig().split_costs}
+PAIRS = {"step": PAIR, "costs": MLADenseConfig().split_costs}
+TILES = {"step": TILE, "costs": MLASwapABConfig().split_costs}
 OTHER = {"window": 300, "tokens": 3}
 INVARIANT = {"batch_invariant": True}
 CASES = [

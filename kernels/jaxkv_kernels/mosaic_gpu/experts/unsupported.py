@@ -5,14 +5,11 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.mosaic_gpu.experts.config import FEATURES, STEP
-from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
+from jaxkv_kernels.mosaic_gpu.expert_products import FEATURES, STEP
+from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import MOST_INNER, MOST_PARTS, VECTOR, inner_parts
+from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA, unavailable_reasons
 from jaxkv_kernels.tile_scaled import TILE, TileScaled
 
-MOST_PARTS, MOST_INNER = 16, 2048
-"""The most experts of a single token, shared ones included, for its own kernels; and the most values of an expert."""
-VECTOR = 8
-"""Values that a lane loads at once."""
 MOST_EXPERTS, LANES = 1024, 32
 """Experts whose scores fit in the registers of a warp; lanes of a warp."""
 SCORINGS = "softmax", "sigmoid"
@@ -63,12 +60,6 @@ def swiglu_of_one(tokens: int, x, gate, up, down) -> Iterator[str]:
         yield f"tokens of {x.shape[-1]} values: supports multiples of {VECTOR}"
     if not inner_parts(gate.shape[0]):
         yield f"an inner size of {gate.shape[0]} values: supports up to {MOST_PARTS} equal parts of up to {MOST_INNER}"
-
-
-def inner_parts(inner: int) -> int:
-    """The fewest equal parts of `inner` values of up to `MOST_INNER`, in multiples of 8; 0 if there are none."""
-    counts = range(-(-inner // MOST_INNER), MOST_PARTS + 1)
-    return next((parts for parts in counts if inner % (VECTOR * parts) == 0), 0)
 
 
 def _one_token(tokens: int, x, *weights) -> Iterator[str]:
