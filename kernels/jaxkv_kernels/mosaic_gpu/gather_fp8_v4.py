@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
@@ -45,8 +46,8 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
     word_list,
 )
 from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
-from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, words
-from jaxkv_kernels.mosaic_gpu.ptx.gather import COLUMN_TILE, STORE, Lane, load_eight, permute, shuffle
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, permuted, words
+from jaxkv_kernels.mosaic_gpu.ptx.gather import COLUMN_TILE, STORE, Lane, load_eight, shuffle
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
@@ -104,7 +105,7 @@ class FP8V4Rows:
     quantised = True
 
     @property
-    def latent_dtype(self) -> Any:
+    def latent_dtype(self) -> np.dtype:
         """The dtype of keys in shared memory."""
         return jnp.dtype(jnp.bfloat16)
 
@@ -275,7 +276,7 @@ class FP8V4Tiles(GatherTiles):
         return tuple(ring), scales_ahead, ahead, after
 
 
-def _load_slots(slot_refs, count_ref, first_tiles: int, request, tile, length) -> list[Any]:
+def _load_slots(slot_refs, count_ref, first_tiles: int, request, tile, length) -> list[ir.Value]:
     """The slot of the lane's own row, and with `count_ref` the count of the first list; -1 for slots past `length`.
 
     Of two lists, the first one has `first_tiles` tiles, and `length` counts from its begin.
@@ -303,7 +304,7 @@ def _load_slots(slot_refs, count_ref, first_tiles: int, request, tile, length) -
     return loaded
 
 
-def _entry_addresses(sources, first_tiles: int, zero, tile, loaded) -> list[Any]:
+def _entry_addresses(sources, first_tiles: int, zero, tile, loaded) -> list[ir.Value]:
     """The address of the entry of the lane's own row, as two words, and its 8 scales, which are being loaded.
 
     `sources` lists, for each cache, its rows (`GatheredRows`), its reference, a layer, and the end of its slots.
@@ -327,19 +328,19 @@ def _entry_addresses(sources, first_tiles: int, zero, tile, loaded) -> list[Any]
     return [*_halves(entry), *load_eight(scales, offset, by_half=False)]
 
 
-def _halves(pointer) -> list[Any]:
+def _halves(pointer) -> list[ir.Value]:
     """The two words of an address."""
     return list(ptx("mov.b64 {$0, $1}, $2;", pointer, result_types=[i32()] * 2))
 
 
-def _is_known(zero, own) -> Any:
+def _is_known(zero, own) -> ir.Value:
     """Whether an address is not that of the zeros for masked keys."""
     low, high = _halves(mgpu.utils.memref_ptr(zero))
     differs = [arith.cmpi(arith.CmpIPredicate.ne, a, b) for a, b in zip(own, (low, high), strict=True)]
     return arith.ori(*differs)
 
 
-def _load_unit(zero, own, unit) -> list[Any]:
+def _load_unit(zero, own, unit) -> list[tuple[ir.Value, ...]]:
     """The lane's chunks of a unit, from the addresses that the lanes which own its rows have."""
     lane, pointer = Lane(), mgpu.utils.memref_ptr(zero).type
     chunk = {"e4m3": lane.e4m3_chunk, "half": lane.rope_chunk, "rope": lane.chunk}[unit.kind]
@@ -374,20 +375,20 @@ def _store_unit(ref, raw, scales, unit, stage: int) -> None:
     starts = [at(mgpu.utils.memref_ptr(ref), x) for x in (offset, arith.xori(offset, c32(16)))]
     word = scales[unit.scale // 4]
     selector = arith.addi(byte, c32(0x4440))
-    bytes_ = [permute(shuffle(word, owner), c32(0), selector) for owner in owners]
+    bytes_ = [permuted(shuffle(word, owner), c32(0), selector) for owner in owners]
     for step, chunk, scale in zip(steps, chunks, map(_pair, bytes_), strict=True):
         values = [x for value in chunk for x in ptx(CONVERT, value, scale, result_types=[i32()] * 2)]
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
             ptx(STORE.format(offset=step), start, *four)
 
 
-def _pair(scale) -> Any:
+def _pair(scale) -> ir.Value:
     """An e8m0 scale, a byte, as a pair of bf16 numbers; NaN for 255."""
     normal = arith.shli(scale, c32(7))
     least = arith.cmpi(arith.CmpIPredicate.eq, scale, c32(0))
     nan = arith.cmpi(arith.CmpIPredicate.eq, scale, c32(255))
     scale = arith.select(nan, c32(0x7FC0), arith.select(least, c32(0x0040), normal))
-    return permute(scale, scale, c32(0x1010))
+    return permuted(scale, scale, c32(0x1010))
 
 
 def _prefetch(zero, own, nbytes: int) -> None:

@@ -36,6 +36,7 @@ Barriers.  Consumers wait for half a tile of keys, which the producer's lanes st
 landed (`cp.async.mbarrier.arrive`).  Pallas has no such arrivals, so the barriers of copied tiles are words of `stats`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -146,12 +147,12 @@ class GatheredRows:
         return self.quantised and self._part("rope").dtype == "e4m3"
 
     @property
-    def latent_dtype(self) -> Any:
+    def latent_dtype(self) -> np.dtype:
         """The dtype of latents in shared memory."""
         return jnp.dtype(jnp.float16) if self.quantised else self.entry.dtype
 
     @property
-    def rope_dtype(self) -> Any:
+    def rope_dtype(self) -> np.dtype:
         """The dtype of rotary keys in shared memory."""
         return jnp.dtype(jnp.bfloat16) if self.quantised and not self.converts_rope else self.latent_dtype
 
@@ -299,7 +300,7 @@ class GatheredRows:
         """Whether a row has twice the scales that a lane loads, so that lanes that are 16 apart load half of them."""
         return self.stored == "e2m1x2"
 
-    def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> Any:
+    def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage: int, r_ref) -> jax.Array | None:
         """Starts to copy a tile's rotary keys to `r_ref` [2, 64, 64], or to load them; `slots` come from `spread_rope`.
 
         Returns the loaded chunks, or None if keys are copied.
@@ -382,7 +383,7 @@ class GatheredRows:
 
         return scale(stats_ref, slots, limit, raw)
 
-    def _scales(self, raw) -> tuple[Any, list[Any]]:
+    def _scales(self, raw) -> tuple[Any, Sequence[Any]]:
         """From the scales of a row: its factor, and two words of scales to multiply by."""
         if self.scale_dtype == "float32":
             return lanes.scales(raw)
@@ -541,11 +542,11 @@ class GatherTiles:
         in_cache = (layer >= 0) & (layer < pages.num_layers)
         return jnp.where(in_cache, layer, 0), jnp.where(in_cache, pages.num_slots, 0)
 
-    def _start(self, layer, limit, slots) -> Any:
+    def _start(self, layer, limit, slots) -> tuple[Any, ...]:
         """The state before the first pair, whose slots are `slots`, tile by tile."""
         raise NotImplementedError
 
-    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0) -> Any:
+    def _fetch_pair(self, layer, limit, used, state, beyond, after_tile_0) -> tuple[Any, ...]:
         """Fetches the two tiles of a pair, and returns the state before the next pair.
 
         `used` is the number of pairs before this one.  `beyond` has the request, tile and number of keys of each tile

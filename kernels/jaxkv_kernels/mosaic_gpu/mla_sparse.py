@@ -219,12 +219,9 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
     """Out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     batch, tokens, heads, _ = call.q_latent.shape
     size, lengths = _listed(call)
+    config = config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads)
     plan_of = partial(
-        plan_slots,
-        size=size,
-        heads=heads,
-        costs=config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads).split_costs,
-        batch_invariant=call.batch_invariant,
+        plan_slots, size=size, heads=heads, costs=config.split_costs, batch_invariant=call.batch_invariant
     )
     if lengths is None:
         with jax.ensure_compile_time_eval():
@@ -232,7 +229,7 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
             plan = replace(plan, whole=not bool((plan.split_requests[:, 0] >= 0).any()))
     else:
         plan = plan_of(lengths.reshape(-1), by_kernel=not interpreting.value)
-    return _decode_planned(call, plan)
+    return _attend_and_combine(call, plan, config=config, interpret=bool(interpreting.value))
 
 
 def _listed(call: DecodeMLASparse) -> tuple[int, jax.Array | None]:
@@ -256,77 +253,11 @@ def config_of(format: str, *, queries: int, size: int, heads: int) -> SparseConf
     return configuration(default_config(format, tiles // MULTIPROCESSORS))
 
 
-def decode_by_slots(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
-    """A `decode_mla` call, with a plan of `plan_by_slots`, as attention of each query token to slots."""
-    batch, tokens, _, _ = call.q_latent.shape
-    block_tables, block_size = call.block_tables, call.pages.block_size
-    size = _most_slots(call)
-    if call.window is None:
-        positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
-        slots = slots_for(block_tables, positions, block_size=block_size)
-        slots = jnp.broadcast_to(slots[:, None], (batch, tokens, size))
-    else:
-        first = jnp.maximum(_ends(call, tokens) - call.window, 0)
-        positions = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(batch, -1)
-        slots = slots_for(block_tables, positions, block_size=block_size).reshape(batch, tokens, size)
-    by_slots = DecodeMLASparse(
-        q_latent=call.q_latent,
-        q_pe=call.q_pe,
-        buffer=call.buffer,
-        slots=slots,
-        counts=None,
-        sinks=None,
-        layer=call.layer,
-        scale=call.scale,
-        kv_scale=None,
-        extra=None,
-        pages=call.pages,
-        entry=call.entry,
-        logit_cap=call.logit_cap,
-        batch_invariant=False,
-    )
-    return _decode_planned(by_slots, call.plan)
-
-
-def plan_by_slots(call: PlanDecode) -> Plan:
-    """The schedule of such calls: query token t of a request sees all but the last `q_len` - 1 - t slots."""
-    counts, size = _ends(call, call.q_len).reshape(-1), _most_slots(call)
-    if call.window is not None:
-        counts = jnp.minimum(counts, call.window)
-    return plan_slots(
-        counts,
-        size=size,
-        heads=call.heads,
-        costs=config_of(call.entry.format, queries=counts.size, size=size, heads=call.heads).split_costs,
-        batch_invariant=call.batch_invariant,
-        by_kernel=not interpreting.value,
-    )
-
-
-def _ends(call: DecodeMLA | PlanDecode, tokens: int) -> jax.Array:
-    """The position after the last token that each query token sees, int32 [B, tokens]."""
-    lengths = lengths_in_table(call.seq_lens, call.block_tables, call.pages.block_size)
-    return jnp.maximum(lengths[:, None] - jnp.arange(tokens - 1, -1, -1, dtype=jnp.int32), 0)
-
-
-def _most_slots(call: DecodeMLA | PlanDecode) -> int:
-    """The most tokens that a query token sees."""
-    size = table_tokens(call.block_tables, call.pages.block_size)
-    return size if call.window is None else min(size, call.window)
-
-
-def _decode_planned(call: DecodeMLASparse, plan: Plan) -> tuple[jax.Array, jax.Array]:
-    """The results of a call by a plan in which each query token is a request."""
-    batch, tokens, heads, _ = call.q_latent.shape
-    size, _ = _listed(call)
-    config = config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads)
-    return _attend_and_combine(call, plan, config=config, interpret=bool(interpreting.value))
-
-
 @partial(jax.jit, static_argnames=("config", "interpret"))
 def _attend_and_combine(
     call: DecodeMLASparse, plan: Plan, *, config: SparseConfig, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
+    """The results of a call by a plan in which each query token is a request."""
     batch, tokens, heads, _ = call.q_latent.shape
     requests = batch * tokens
     slots = call.slots.reshape(requests, -1)
@@ -397,9 +328,9 @@ def attend(
         q_free, both = (two.at[n] for n in range(2))
 
         # Two views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
-        def views(name: str, own) -> Any:
-            found: Any = scratch.get(name)
-            return (found, found) if own == dtype else tuple(found)
+        def views(name: str, own) -> tuple[Any, Any]:
+            memory: Any = scratch.get(name)
+            return (memory, memory) if own == dtype else tuple(memory)
 
         (q, q_in), (k, stages), (qr, qr_in) = views("q", k_dtype), views("k", k_dtype), views("qr", rows.rope_dtype)
         r: Any = scratch.get("r")  # without `qr` and `r`, rotary parts are in `q` and `k`
@@ -686,8 +617,69 @@ def attend(
 
 def _divided(refs, *arrays) -> list[Any]:
     """References, in lists as long as those of the arrays that they are for."""
-    found, refs = [], list(refs)
+    lists, refs = [], list(refs)
     for some in arrays:
-        found.append(refs[: len(some)])
+        lists.append(refs[: len(some)])
         refs = refs[len(some) :]
-    return found
+    return lists
+
+
+def decode_by_slots(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
+    """A `decode_mla` call, with a plan of `plan_by_slots`, as attention of each query token to slots."""
+    batch, tokens, heads, _ = call.q_latent.shape
+    block_tables, block_size = call.block_tables, call.pages.block_size
+    size = _most_slots(call)
+    if call.window is None:
+        positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
+        slots = slots_for(block_tables, positions, block_size=block_size)
+        slots = jnp.broadcast_to(slots[:, None], (batch, tokens, size))
+    else:
+        first = jnp.maximum(_ends(call, tokens) - call.window, 0)
+        positions = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(batch, -1)
+        slots = slots_for(block_tables, positions, block_size=block_size).reshape(batch, tokens, size)
+    by_slots = DecodeMLASparse(
+        q_latent=call.q_latent,
+        q_pe=call.q_pe,
+        buffer=call.buffer,
+        slots=slots,
+        counts=None,
+        sinks=None,
+        layer=call.layer,
+        scale=call.scale,
+        kv_scale=None,
+        extra=None,
+        pages=call.pages,
+        entry=call.entry,
+        logit_cap=call.logit_cap,
+        batch_invariant=False,
+    )
+    config = config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads)
+    return _attend_and_combine(by_slots, call.plan, config=config, interpret=bool(interpreting.value))
+
+
+def plan_by_slots(call: PlanDecode) -> Plan:
+    """The schedule of such calls: query token t of a request sees all but the last `q_len` - 1 - t slots."""
+    counts, size = _ends(call, call.q_len).reshape(-1), _most_slots(call)
+    if call.window is not None:
+        counts = jnp.minimum(counts, call.window)
+    config = config_of(call.entry.format, queries=counts.size, size=size, heads=call.heads)
+    return plan_slots(
+        counts,
+        size=size,
+        heads=call.heads,
+        costs=config.split_costs,
+        batch_invariant=call.batch_invariant,
+        by_kernel=not interpreting.value,
+    )
+
+
+def _ends(call: DecodeMLA | PlanDecode, tokens: int) -> jax.Array:
+    """The position after the last token that each query token sees, int32 [B, tokens]."""
+    lengths = lengths_in_table(call.seq_lens, call.block_tables, call.pages.block_size)
+    return jnp.maximum(lengths[:, None] - jnp.arange(tokens - 1, -1, -1, dtype=jnp.int32), 0)
+
+
+def _most_slots(call: DecodeMLA | PlanDecode) -> int:
+    """The most tokens that a query token sees."""
+    size = table_tokens(call.block_tables, call.pages.block_size)
+    return size if call.window is None else min(size, call.window)

@@ -82,9 +82,19 @@ AT_ONCE = 512
 WARPGROUPS = 4
 """Warpgroups of `divide`."""
 OF_REQUESTS = (
-    "sums", "without_gaps", "before", "counts", "sizes", "begins", "first", "keys", "unmasked_end", "first_split",
-    "origin", "after",
-)  # fmt: skip
+    "sums",
+    "without_gaps",
+    "before",
+    "counts",
+    "sizes",
+    "begins",
+    "first",
+    "keys",
+    "unmasked_end",
+    "first_split",
+    "origin",
+    "after",
+)
 """Names of the tables of requests."""
 
 
@@ -197,15 +207,33 @@ def shares_keys(requests: int, partitions: int) -> bool:
 @partial(
     jax.jit,
     static_argnames=(
-        "partitions", "tokens", "block_size", "num_blocks", "window", "batch_invariant", "step", "costs", "by_kernel",
+        "partitions",
+        "tokens",
+        "block_size",
+        "num_blocks",
+        "window",
+        "batch_invariant",
+        "step",
+        "costs",
+        "by_kernel",
         "interpret",
     ),
-)  # fmt: skip
+)
 def make_plan(
-    seq_lens, block_tables, *, partitions: int, tokens: int, block_size: int, num_blocks: int | None, step: int,
-    costs: SplitCosts, window: int | None = None, batch_invariant: bool = False, by_kernel: bool = False,
+    seq_lens,
+    block_tables,
+    *,
+    partitions: int,
+    tokens: int,
+    block_size: int,
+    num_blocks: int | None,
+    step: int,
+    costs: SplitCosts,
+    window: int | None = None,
+    batch_invariant: bool = False,
+    by_kernel: bool = False,
     interpret: bool = False,
-) -> Plan:  # fmt: skip
+) -> Plan:
     """The schedule of `partitions` for requests of `seq_lens` [B] with `tokens` query tokens each.
 
     A request without tokens has one step, all of it masked.  With a window, requests begin at the tile of the first key
@@ -214,9 +242,14 @@ def make_plan(
     they have room for it, otherwise by XLA, which takes several times as long.
     """
     problem = Problem(
-        batch=seq_lens.size, partitions=partitions, tokens=tokens, step=step, costs=costs, window=window,
+        batch=seq_lens.size,
+        partitions=partitions,
+        tokens=tokens,
+        step=step,
+        costs=costs,
+        window=window,
         batch_invariant=batch_invariant,
-    )  # fmt: skip
+    )
     if by_kernel and kernels_fit(problem):
         divided = divide_by_kernels(
             seq_lens, block_tables, problem, block_size=block_size, num_blocks=num_blocks, interpret=interpret
@@ -239,27 +272,35 @@ def plan_slots(
     # The kernel masks slots, so the plan only sees a table of one valid block per request.
     table = jnp.zeros((counts.size, 1), jnp.int32)
     return make_plan(
-        counts, table, partitions=partitions, tokens=1, block_size=size, num_blocks=None, step=PAIR, costs=costs,
-        batch_invariant=batch_invariant, by_kernel=by_kernel,
-    )  # fmt: skip
+        counts,
+        table,
+        partitions=partitions,
+        tokens=1,
+        block_size=size,
+        num_blocks=None,
+        step=PAIR,
+        costs=costs,
+        batch_invariant=batch_invariant,
+        by_kernel=by_kernel,
+    )
 
 
 class Vectors(Protocol):
     """Vectors of int32.  They may be longer than requested; elements beyond that length are never used."""
 
-    def iota(self, count: int) -> Any:
+    def iota(self, count: int) -> jax.Array:
         """0, 1, 2, ..."""
 
     def tables(self, **named) -> dict[str, Any]:
         """Vectors as tables for `take`, `read` and `search`."""
 
-    def read(self, table, i) -> Any:
+    def read(self, table, i) -> jax.Array:
         """table[i], a scalar."""
 
-    def take(self, table, i) -> Any:
+    def take(self, table, i) -> jax.Array:
         """table[i]; i is in range."""
 
-    def search(self, table, count: int, bound, *, equal: bool = False, slope=None) -> Any:
+    def search(self, table, count: int, bound, *, equal: bool = False, slope=None) -> jax.Array:
         """How many of the first `count` elements, which are sorted, are below `bound`; with `equal`, at most `bound`.
 
         With `slope`, a vector like `bound`, compares table[i] + slope * i, which is sorted as well, instead of
@@ -269,17 +310,19 @@ class Vectors(Protocol):
     def cumsum(self, *xs) -> Any:
         """Inclusive running sums: a vector for a single argument, otherwise a tuple of vectors."""
 
-    def candidates(self, count: int, width: int, evaluate: Callable[[Any], tuple[Any, Any]]) -> tuple[Any, Any]:
+    def candidates(
+        self, count: int, width: int, evaluate: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+    ) -> tuple[Any, Any]:
         """Tables [count]: the maximum of the first and the sum of the second of `evaluate`, over `width` elements each.
 
         `width` is a multiple of WARP.  `evaluate` maps a vector of element numbers (candidate * width + i) to two
         vectors of non-negative numbers, and may call `following`.
         """
 
-    def following(self, x) -> Any:
+    def following(self, x) -> jax.Array:
         """Within `evaluate`: the value of the next element.  The last of every WARP elements may get any value."""
 
-    def first_least(self, count: int, cost: Callable[[Any], Any]) -> Any:
+    def first_least(self, count: int, cost: Callable[[jax.Array], jax.Array]) -> jax.Array:
         """The number of the (first) candidate of least cost, a scalar; `cost` maps a vector of numbers to costs."""
 
 
@@ -387,9 +430,16 @@ class Division:
         unmasked_end = _div(jnp.maximum(keys - (problem.tokens - 1), 0), problem.step)
         unmasked_end = jnp.where(unknown() != 0, 0, unmasked_end)
         self._of |= vectors.tables(
-            before=after - counts, counts=counts, begins=begins, first=first, keys=keys,
-            unmasked_end=unmasked_end, first_split=first_split, origin=origin, after=after,
-        )  # fmt: skip
+            before=after - counts,
+            counts=counts,
+            begins=begins,
+            first=first,
+            keys=keys,
+            unmasked_end=unmasked_end,
+            first_split=first_split,
+            origin=origin,
+            after=after,
+        )
         self._tiles = vectors.read(self._of["after"], problem.batch - 1)
         self._own = request, is_split, first_split, counts
 

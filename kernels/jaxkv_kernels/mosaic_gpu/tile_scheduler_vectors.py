@@ -144,9 +144,7 @@ class Registers:
             return running
 
         results = (xs[0].shape[0] // LANES,) * len(xs)
-        running = call(
-            cumsum, self._scratch["warps"], *xs, refs=1, results=results, warpgroups=self._warpgroups
-        )  # fmt: skip
+        running = call(cumsum, self._scratch["warps"], *xs, refs=1, results=results, warpgroups=self._warpgroups)
         return tuple(running) if len(xs) > 1 else running[0]
 
     def candidates(self, count, width, evaluate):
@@ -389,9 +387,13 @@ class Threads:
             {" ".join(f"mov.b32 ${n}, found{n};" for n in range(size))}
         }}"""
         counts = self._mgpu.utils.inline_ptx(
-            " ".join(code.split()), self._address(table, [self.constant(0)])[1], *bounds, *slopes,
-            result_types=[self.i32] * size, has_side_effects=True,
-        )  # fmt: skip
+            " ".join(code.split()),
+            self._address(table, [self.constant(0)])[1],
+            *bounds,
+            *slopes,
+            result_types=[self.i32] * size,
+            has_side_effects=True,
+        )
         return list(counts)
 
     def running_sum(self, value):

@@ -8,15 +8,14 @@ number.  So a token's scales, 8 in two words, become 8 such bytes, and a lane th
 halves of a word.
 """
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16
-from jaxkv_kernels.mosaic_gpu.ptx.fragments import words
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import permuted, words
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
 from jaxkv_kernels.mosaic_gpu.ptx.memory import LOAD_SHARED
 from jaxkv_kernels.mosaic_gpu.scaling import (
@@ -67,7 +66,7 @@ CONVERT_E2M1 = (
 LOAD_PAIR = "ld.global.L1::evict_last.L2::256B.v2.b32 {{$0, $1}}, [$2 + {offset}];"
 
 
-def shuffle(word, lane) -> Any:
+def shuffle(word, lane) -> ir.Value:
     """The word of another lane of the warp.
 
     Loaded words are passed through a shuffle before they are used.  ptxas would move arithmetic on them up to
@@ -76,11 +75,6 @@ def shuffle(word, lane) -> Any:
     return ptx(
         "shfl.sync.idx.b32 $0, $1, $2, 31, -1;", word, lane, result_types=i32(), has_side_effects=True, convergent=True
     )
-
-
-def permute(low, high, selector) -> Any:
-    """Four of the bytes of two words, by the digits of `selector`."""
-    return ptx("prmt.b32 $0, $1, $2, $3;", low, high, selector, result_types=i32())
 
 
 class Lane:
@@ -98,53 +92,53 @@ class Lane:
         self.quarter = arith.shrui(self.lane, c32(3))
 
     @property
-    def _in_warp(self) -> Any:
+    def _in_warp(self) -> ir.Value:
         return arith.andi(self.lane, c32(3))
 
     @property
-    def own(self) -> Any:
+    def own(self) -> ir.Value:
         """The lane's own row among the 16 of the warp.  Lanes that are 16 apart have the same."""
         return arith.andi(self.lane, c32(WARP_ROWS - 1))
 
     @property
-    def own_row(self) -> Any:
+    def own_row(self) -> ir.Value:
         """The same among the 64 rows of a tile."""
         in_group = arith.addi(arith.shli(self.warp, c32(2)), arith.andi(self.lane, c32(3)))
         return arith.addi(arith.shli(arith.shrui(self.own, c32(2)), c32(4)), in_group)
 
     @property
-    def owners(self) -> list[Any]:
+    def owners(self) -> list[ir.Value]:
         """The lanes whose own rows are those that this lane loads chunks of."""
         return [arith.addi(self.in_warp, c32(4 * n)) for n in range(ROWS_PER_LANE)]
 
     @property
-    def rope_owners(self) -> list[Any]:
+    def rope_owners(self) -> list[ir.Value]:
         """The same for e4m3 rotary keys, of which a lane loads chunks of two rows: its first two or its last two."""
         first = arith.addi(self.in_warp, arith.shli(self.second, c32(3)))
         return [first, arith.addi(first, c32(4))]
 
     @property
-    def chunk(self) -> Any:
+    def chunk(self) -> ir.Value:
         """Which of the 8 chunks of a line of a row the lane has, for values that are stored as they are."""
         return arith.addi(arith.shli(self.second, c32(2)), self.quarter)
 
     @property
-    def e4m3_chunk(self) -> Any:
+    def e4m3_chunk(self) -> ir.Value:
         """The same for e4m3 values, stored as float16: quarters 0 and 1 have the chunks of the first column tile."""
         tile, odd = arith.shrui(self.quarter, c32(1)), arith.andi(self.quarter, c32(1))
         return arith.addi(arith.addi(arith.shli(tile, c32(2)), odd), arith.shli(self.second, c32(1)))
 
     @property
-    def e2m1_chunk(self) -> Any:
+    def e2m1_chunk(self) -> ir.Value:
         """The same for e2m1 values, stored as float16: a quarter has the two chunks of a column tile."""
         return arith.addi(arith.shli(self.quarter, c32(1)), self.second)
 
     @property
-    def rope_chunk(self) -> Any:
+    def rope_chunk(self) -> ir.Value:
         """The same for e4m3 rotary keys (4 chunks).  The last two rows have another order, to use other banks."""
         return arith.xori(self.quarter, arith.shli(self.second, c32(1)))
 
-    def swizzled_offset(self, chunk, column_tiles: int) -> Any:
+    def swizzled_offset(self, chunk, column_tiles: int) -> ir.Value:
         """Where this lane stores `chunk` (0 to 7) of its first row: a byte offset in a [64, 64 * column_tiles] tile."""
         in_tile = arith.andi(self.row, c32(7))
         row_tile = arith.muli(arith.shrui(self.row, c32(3)), c32(column_tiles * COLUMN_TILE))
@@ -156,21 +150,21 @@ class CopyLane(Lane):
     """A lane that copies without registers: eight consecutive lanes copy a line (128 bytes) of one row."""
 
     @property
-    def _in_warp(self) -> Any:
+    def _in_warp(self) -> ir.Value:
         return arith.shrui(self.lane, c32(3))
 
     @property
-    def chunk(self) -> Any:
+    def chunk(self) -> ir.Value:
         """Which chunk of a line the lane has."""
         return arith.andi(self.lane, c32(7))
 
 
-def upper_half() -> Any:
+def upper_half() -> ir.Value:
     """Whether the lane is one of the last 16 of its warp: 0 or 1."""
     return arith.shrui(Lane().lane, c32(WARP_ROWS.bit_length() - 1))
 
 
-def load_slots(ref, request, tile, length) -> Any:
+def load_slots(ref, request, tile, length) -> ir.Value:
     """The slot of the lane's own row; -1 at positions from `length` on."""
     width = ir.MemRefType(ref.type).shape[1]
     position = arith.addi(arith.muli(tile, c32(TILE)), Lane().own_row)
@@ -179,12 +173,12 @@ def load_slots(ref, request, tile, length) -> Any:
     return ptx(load, at(mgpu.utils.memref_ptr(ref), first), position, length, result_types=i32(), has_side_effects=True)
 
 
-def spread(slot, owners: list[Any]) -> list[Any]:
+def spread(slot, owners: list[ir.Value]) -> list[ir.Value]:
     """The slots of the rows that a lane loads chunks of: those of the own rows of the lanes `owners`."""
     return [shuffle(slot, owner) for owner in owners]
 
 
-def valid(slot, limit) -> Any:
+def valid(slot, limit) -> ir.Value:
     """Whether a slot lies in the cache."""
     return arith.cmpi(arith.CmpIPredicate.ult, slot, limit)
 
@@ -215,7 +209,7 @@ class _Narrow:
         return _Narrow(arith.remui(self.value, c32(other)))
 
 
-def address(cache, kv, slot, layer, region: int = 0) -> Any:
+def address(cache, kv, slot, layer, region: int = 0) -> ir.Value:
     """The address at which the row of a slot begins, or what a region of a split page has of it."""
     offset = cache.offset(
         _Narrow(slot), _Narrow(layer), lambda n: _Wide(c64(n)), lambda x: _Wide(_wide(x.value)), region
@@ -223,13 +217,13 @@ def address(cache, kv, slot, layer, region: int = 0) -> Any:
     return at(mgpu.utils.memref_ptr(kv), offset.value)
 
 
-def rows(cache, kv, zero, slots, layer, limit) -> list[Any]:
+def rows(cache, kv, zero, slots, layer, limit) -> list[ir.Value]:
     """The addresses at which the rows of slots begin; for masked keys, the address of `zero`."""
     nothing = mgpu.utils.memref_ptr(zero)
     return [arith.select(valid(slot, limit), address(cache, kv, slot, layer), nothing) for slot in slots]
 
 
-def _wide(x) -> Any:
+def _wide(x) -> ir.Value:
     """A non-negative integer in 64 bits."""
     return arith.extui(i64(), x)
 
@@ -278,7 +272,7 @@ def wait_for_copies() -> None:
     ptx("cp.async.wait_all;")
 
 
-def barrier(ref, n: int) -> Any:
+def barrier(ref, n: int) -> ir.Value:
     """The address of the n-th of the 64-bit barriers in `stats`."""
     row, column = BARRIERS
     width = ir.MemRefType(ref.type).shape[1]
@@ -304,11 +298,13 @@ def wait(ref, n: int, phase) -> None:
     ptx(
         "{ .reg .pred p; .reg .b32 parity; and.b32 parity, $1, 1; again: "
         "mbarrier.try_wait.parity.shared::cta.b64 p, [$0], parity; @!p bra again; }",
-        barrier(ref, n), phase, convergent=True,
-    )  # fmt: skip
+        barrier(ref, n),
+        phase,
+        convergent=True,
+    )
 
 
-def load_unit(addresses, zero, unit, stored: str) -> list[Any]:
+def load_unit(addresses, zero, unit, stored: str) -> list[tuple[ir.Value, ...]]:
     """The lane's chunks of a unit of latents; zeros, which are at `zero`, past the end of a latent."""
     chunk = Lane().e4m3_chunk if stored == "e4m3" else Lane().e2m1_chunk
     if unit.chunks < LINE // 16:
@@ -318,12 +314,12 @@ def load_unit(addresses, zero, unit, stored: str) -> list[Any]:
     return load_chunks(addresses, chunk, unit.offset)
 
 
-def load_rope(addresses, offset: int) -> list[Any]:
+def load_rope(addresses, offset: int) -> list[tuple[ir.Value, ...]]:
     """The lane's chunks of e4m3 rotary keys."""
     return load_chunks(addresses, Lane().rope_chunk, offset)
 
 
-def load_chunks(addresses, chunk, offset: int, load: str = LOAD) -> list[Any]:
+def load_chunks(addresses, chunk, offset: int, load: str = LOAD) -> list[tuple[ir.Value, ...]]:
     """16 bytes of each row: chunk number `chunk` of those that begin at `offset`."""
     load = load.format(offset=offset)
     addresses = _chunks(addresses, chunk)
@@ -332,26 +328,26 @@ def load_chunks(addresses, chunk, offset: int, load: str = LOAD) -> list[Any]:
     return loaded
 
 
-def _chunks(addresses, chunk) -> list[Any]:
+def _chunks(addresses, chunk) -> list[ir.Value]:
     """The addresses of the lane's chunk of each row."""
     return [at(address, _wide(arith.shli(chunk, c32(4)))) for address in addresses]
 
 
-def load_scales(address, offset: int, *, by_half: bool) -> list[Any]:
+def load_scales(address, offset: int, *, by_half: bool) -> list[ir.Value]:
     """16 bytes of scales of the lane's own row; with `by_half`, the next 16 in the last 16 lanes of a warp."""
     if by_half:
         address = at(address, _wide(arith.andi(Lane().lane, c32(WARP_ROWS))))
     return list(ptx(LOAD.format(offset=offset), address, result_types=[i32()] * 4, has_side_effects=True))
 
 
-def load_eight(address, offset: int, *, by_half: bool) -> list[Any]:
+def load_eight(address, offset: int, *, by_half: bool) -> list[ir.Value]:
     """8 bytes at `offset` of the lane's own row; with `by_half`, the next 8 in the last 16 lanes of a warp."""
     if by_half:
-        address = at(address, arith.extui(ir.IntegerType.get_signless(64), arith.shli(upper_half(), c32(3))))
+        address = at(address, _wide(arith.shli(upper_half(), c32(3))))
     return list(ptx(LOAD_PAIR.format(offset=offset), address, result_types=[i32()] * 2, has_side_effects=True))
 
 
-def scales(raw) -> tuple[Any, list[Any]]:
+def scales(raw) -> tuple[ir.Value, list[ir.Value]]:
     """From the scales of a row: its factor as float32; the scales to multiply by, as pairs of float16."""
     f32, one, lane = ir.F32Type.get(), c32(0x3F800000), Lane().lane
     words_of_row = [shuffle(word, lane) for word in raw]
@@ -372,7 +368,7 @@ def scales(raw) -> tuple[Any, list[Any]]:
     return arith.bitcast(f32, power), pairs
 
 
-def e8m0_scales(raw, *, padding: int) -> tuple[Any, list[Any]]:
+def e8m0_scales(raw, *, padding: int) -> tuple[ir.Value, Sequence[ir.Value]]:
     """From the 16 scales of a row of e2m1 values, of which lanes that are 16 apart have 8 each: its factor, as float32.
 
     Also the scales to multiply by, as the first bytes of float16 numbers.  The last `padding` bytes are not scales.
@@ -381,7 +377,7 @@ def e8m0_scales(raw, *, padding: int) -> tuple[Any, list[Any]]:
     first, second = (shuffle(word, lane) for word in raw)
     if padding:
         # Scales before the padding stand in for it.
-        whole = permute(second, second, c32(0x1010))
+        whole = permuted(second, second, c32(0x1010))
         second = arith.select(arith.cmpi(arith.CmpIPredicate.ne, upper_half(), c32(0)), whole, second)
     mask = c32(0x00FF00FF)
     pairs = [arith.andi(word, mask) for word in (first, second)]
@@ -395,7 +391,7 @@ def e8m0_scales(raw, *, padding: int) -> tuple[Any, list[Any]]:
     power = arith.select(safe, c32(127), power)
     # The exponent of a scale divided by the factor, in float16: less than 1 becomes 0, which is below 2**-14.
     negative = arith.subi(c32(base), power)
-    negative = permute(negative, negative, c32(0x1010))
+    negative = permuted(negative, negative, c32(0x1010))
     exponents = [_pairwise("add.s16x2", pair, negative) for pair in pairs]
     exponents = [arith.shli(_pairwise("max.s16x2", pair, c32(0)), c32(2)) for pair in exponents]
     scales = [arith.ori(low, arith.shli(high, c32(8))) for low, high in zip(exponents[:2], exponents[2:], strict=True)]
@@ -404,34 +400,34 @@ def e8m0_scales(raw, *, padding: int) -> tuple[Any, list[Any]]:
     return arith.bitcast(ir.F32Type.get(), arith.shli(power, c32(23))), scales
 
 
-def _extreme(which: str, pairs) -> Any:
+def _extreme(which: str, pairs) -> ir.Value:
     """The largest or smallest of pairs of 16-bit numbers, also of the lane 16 apart."""
     extreme = pairs[0]
     for pair in pairs[1:]:
         extreme = _pairwise(f"{which}.u16x2", extreme, pair)
-    extreme = _pairwise(f"{which}.u16x2", extreme, permute(extreme, extreme, c32(0x1032)))
+    extreme = _pairwise(f"{which}.u16x2", extreme, permuted(extreme, extreme, c32(0x1032)))
     extreme = _pairwise(f"{which}.u16x2", extreme, shuffle(extreme, arith.xori(Lane().lane, c32(WARP_ROWS))))
     return arith.andi(extreme, c32(0xFFFF))
 
 
-def _pairwise(operation: str, a, b) -> Any:
+def _pairwise(operation: str, a, b) -> ir.Value:
     return ptx(f"{operation} $0, $1, $2;", a, b, result_types=i32())
 
 
-def e8m0_of_e2m1(scales, owner, half: int) -> list[Any]:
+def e8m0_of_e2m1(scales, owner, half: int) -> list[ir.Value]:
     """The scale of the lane's chunk, 32 values of half `half`, as a pair of float16, twice."""
     owner = arith.addi(owner, c32(half * WARP_ROWS))
     scale = _splat(shuffle(scales[0], owner), shuffle(scales[1], owner), Lane().e2m1_chunk)
     return [scale, scale]
 
 
-def _splat(low, high, number) -> Any:
+def _splat(low, high, number) -> ir.Value:
     """The byte `number` of two words as the first byte of both float16 numbers of a word."""
-    byte = permute(low, high, arith.muli(number, c32(0x1111)))
+    byte = permuted(low, high, arith.muli(number, c32(0x1111)))
     return arith.andi(byte, c32(0xFF00FF00))
 
 
-def e4m3_of_e2m1(raw, owner, half: int) -> list[Any]:
+def e4m3_of_e2m1(raw, owner, half: int) -> list[ir.Value]:
     """The scales of the two tiles of 16 values of the lane's chunk, times 2**6, as pairs of float16.
 
     `raw` has 16 of the 32 scales of a row, the other 16 being in the lane 16 apart: as stored by `nvfp4_ds_mla`, scale
@@ -441,21 +437,21 @@ def e4m3_of_e2m1(raw, owner, half: int) -> list[Any]:
     owner = arith.addi(owner, arith.shli(lane.second, c32(WARP_ROWS.bit_length() - 1)))
     first, second = (shuffle(raw[2 * n + half], owner) for n in range(2))
     selector = arith.addi(arith.muli(lane.quarter, c32(0x11)), c32(0x40))
-    both = permute(first, second, selector)
+    both = permuted(first, second, selector)
     convert = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16x2.e4m3x2 $0, low; }"
     both = ptx(convert, both, result_types=i32())
     both = ptx("mul.rn.f16x2 $0, $1, $2;", both, c32(0x54005400), result_types=i32())
-    return [permute(both, both, c32(selector)) for selector in (0x1010, 0x3232)]
+    return [permuted(both, both, c32(selector)) for selector in (0x1010, 0x3232)]
 
 
-def scale_of_group(pairs, owner, group: int) -> Any:
+def scale_of_group(pairs, owner, group: int) -> ir.Value:
     """The scale of group `group` of the row of lane `owner`, as a pair; `pairs` are what `scales` returned."""
     splat = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; mov.b32 $0, {%s, %s}; }"
     splat %= ("low", "low") if group % 2 == 0 else ("high", "high")
     return ptx(splat, shuffle(pairs[group // 2], owner), result_types=i32())
 
 
-def store_factors(stats, row: int, flag: tuple[int, int], known, factor) -> tuple[Any, Any]:
+def store_factors(stats, row: int, flag: tuple[int, int], known, factor) -> tuple[ir.Value, ir.Value]:
     """Stores the factor of the lane's own row, and for its warp whether any is not 1.  Returns both."""
     f32, lane = ir.F32Type.get(), Lane()
     one, masked = (mgpu.c(value, f32) for value in (1.0, MASKED_KEY))
@@ -474,7 +470,7 @@ def store_factors(stats, row: int, flag: tuple[int, int], known, factor) -> tupl
     return factor, any_special
 
 
-def inverse_pair(factor) -> Any:
+def inverse_pair(factor) -> ir.Value:
     """1 / |factor|, a power of two, twice in bf16."""
     factor = arith.andi(arith.bitcast(i32(), factor), c32(0x7FFFFFFF))
     inverse = arith.shrui(arith.subi(c32(INVERSE), factor), c32(16))
@@ -494,7 +490,7 @@ def divide_rope(ref, stage: int, special, inverse) -> None:
             ptx(STORE.format(offset=offset), start, *divided)
 
 
-def store_e4m3(ref, raw, scale_of: Callable[[Any], Any] | None, stage: int, group: int) -> None:
+def store_e4m3(ref, raw, scale_of: Callable[[ir.Value], ir.Value] | None, stage: int, group: int) -> None:
     """Stores a unit of e4m3 values, group `group` of a latent, as float16 times their scales.
 
     `scale_of` returns the scale for the row of a lane; None if entries have no scales of their own.
@@ -525,13 +521,13 @@ def store_e4m3_rope(ref, raw, stage: int) -> None:
             ptx(STORE.format(offset=stage * ROPE_TILE + n * 2 * COLUMN_TILE), start, *four)
 
 
-def _converted(register, *scale) -> list[Any]:
+def _converted(register, *scale) -> list[ir.Value]:
     """A chunk of e4m3 values as words of float16 values, multiplied by a pair of equal scales if there is one."""
     convert = CONVERT if scale else E4M3_TO_F16
     return [value for word in words(register) for value in ptx(convert, word, *scale, result_types=[i32()] * 2)]
 
 
-def store_e2m1(ref, raw, scales_of: Callable[[Any], list[Any]], stage: int, half: int) -> None:
+def store_e2m1(ref, raw, scales_of: Callable[[ir.Value], list[ir.Value]], stage: int, half: int) -> None:
     """Stores half a latent of e2m1 values as float16 times the scales of each row's owner, one per 16 values."""
     lane = Lane()
     column_tiles = HALF // 64
