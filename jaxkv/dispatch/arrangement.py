@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from jaxkv.dispatch import checked as checks
 from jaxkv.dispatch.backends import Call
 from jaxkv.dispatch.validate import Dims, computed, int32, running_sum, static_bool
-from jaxkv_kernels.addressing.slots import lengths_in_table
+from jaxkv_kernels.addressing import lengths_in_table
 
 TILE_ROWS = 64
 """Rows of a tile of queries in GPU kernels."""

@@ -11,7 +11,7 @@ from jaxkv.dispatch.validate import FLOATS, Dims, check_cache, describe, int32, 
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv.ops.slots import slots_for
-from jaxkv_kernels.addressing.slots import lengths_in_table
+from jaxkv_kernels.addressing import lengths_in_table
 from jaxkv_kernels.formats.entries import IndexerEntry
 
 

@@ -12,7 +12,7 @@ from jaxkv.dispatch.backends import BACKENDS, Call, choose
 from jaxkv.dispatch.validate import Dims, check_cache, float_dtype, int32, positive_int, static_bool, window_of
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import HEADS, PAGED
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 
 

@@ -7,7 +7,7 @@ import pytest
 import jaxkv
 from jaxkv_kernels.expert_groups import expert_groups
 from jaxkv_kernels.logit_cap import capped
-from jaxkv_kernels.xla.experts import swiglu
+from jaxkv_kernels.xla import experts
 from support import suites
 from support.compare import assert_close
 from support.suites.experts import arguments as expert_arguments
@@ -75,11 +75,11 @@ class TestLinear(suites.Linear):
 @pytest.mark.parametrize("tokens", [1, 5, 300])
 def test_all_experts_at_once_and_one_by_one_give_the_same(tokens, monkeypatch):
     """GPUs compute all experts, some tokens at a time; CPUs only those that are chosen."""
-    monkeypatch.setattr(swiglu, "MOST_RESULTS", 100 * 8 * 128)
+    monkeypatch.setattr(experts, "MOST_RESULTS", 100 * 8 * 128)
     x, ids, *rest = expert_arguments(tokens, dtype="float32")
     ids = ids.at[0, 0].set(-1)
-    some = swiglu.by_tiles(x, ids, *rest)
-    every = swiglu.all_experts(x, ids, *rest)
+    some = experts.by_tiles(x, ids, *rest)
+    every = experts.all_experts(x, ids, *rest)
     assert_close(every, np.asarray(some, np.float64), roundings=64, magnitude=1)
 
 

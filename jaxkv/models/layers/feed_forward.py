@@ -10,7 +10,7 @@ from jaxkv.ops.products import grouped_swiglu
 from jaxkv_kernels.kernel import imported_when_called
 from jaxkv_kernels.mosaic_gpu.experts import unsupported
 from jaxkv_kernels.tile_scaled import TileScaled
-from jaxkv_kernels.xla.experts.swiglu import gated
+from jaxkv_kernels.xla.experts import gated
 
 swiglu_of_one = imported_when_called("jaxkv_kernels.mosaic_gpu.one_token.experts", "swiglu_of_one")
 

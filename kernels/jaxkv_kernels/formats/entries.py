@@ -7,9 +7,9 @@ from typing import Any, ClassVar, Self
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.integers import as_int
 from jaxkv_kernels.formats.format import FORMATS, Format, Part, regions_of
 from jaxkv_kernels.gradients import without_gradients
+from jaxkv_kernels.integers import as_int
 
 
 class _FormatNames:

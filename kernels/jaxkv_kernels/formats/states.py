@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.integers import as_int
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Field, Format, Part, together
+from jaxkv_kernels.integers import as_int
 
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes of the arrays of a state."""

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
+from jaxkv_kernels.addressing import ROW_LIMIT, row_view
 from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.formats.entries import IndexerEntry
 from jaxkv_kernels.kernel import apart

@@ -12,17 +12,23 @@ from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.kernel import Kernel, nothing
 from jaxkv_kernels.xla.attention import decode_kv, decode_mla
 from jaxkv_kernels.xla.blocks import copy_blocks, read_blocks, write_blocks
-from jaxkv_kernels.xla.experts.linear import scaled_linear
-from jaxkv_kernels.xla.experts.routing import select_experts
-from jaxkv_kernels.xla.experts.swiglu import grouped_swiglu
-from jaxkv_kernels.xla.gathers import gather_entries, gather_indexer_k, gather_kv, gather_mla
+from jaxkv_kernels.xla.entries import (
+    gather_entries,
+    gather_indexer_k,
+    gather_kv,
+    gather_mla,
+    read_state,
+    write_indexer_k,
+    write_kv,
+    write_mla,
+    write_state,
+)
+from jaxkv_kernels.xla.experts import grouped_swiglu, scaled_linear, select_experts
 from jaxkv_kernels.xla.hot_rows import fetch_rows, store_rows
 from jaxkv_kernels.xla.indexer import indexer_logits, select_topk
 from jaxkv_kernels.xla.merge import merge_states
 from jaxkv_kernels.xla.plan import plan_decode
 from jaxkv_kernels.xla.sparse import decode_mla_sparse
-from jaxkv_kernels.xla.states import read_state, write_state
-from jaxkv_kernels.xla.writes import write_indexer_k, write_kv, write_mla
 
 
 def _batch_invariant(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

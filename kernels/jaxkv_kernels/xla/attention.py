@@ -5,8 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.entry_rows import load_entries
-from jaxkv_kernels.addressing.slots import lengths_in_table
+from jaxkv_kernels.addressing import lengths_in_table, load_entries
 from jaxkv_kernels.xla.paged import (
     bytes_per_request,
     chunk_slots,

@@ -5,8 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.addressing.rows import read_entries, write_entries
+from jaxkv_kernels.addressing import Pages, read_entries, write_entries
 
 
 def _moved(pages: Pages) -> Pages:

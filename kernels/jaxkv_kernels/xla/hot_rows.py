@@ -8,9 +8,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from jaxkv_kernels.addressing.entry_rows import entry_runs, load_entries, store_entries
-from jaxkv_kernels.addressing.slots import slots_for
-from jaxkv_kernels.host_memory import memory_at
+from jaxkv_kernels.addressing import entry_runs, load_entries, slots_for, store_entries
+from jaxkv_kernels.hot_rows import memory_at
 
 
 @partial(jax.jit, static_argnames=("pages", "host_pages", "entry", "hot", "copied"))

@@ -6,8 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.addressing.entry_rows import load_entries
-from jaxkv_kernels.addressing.slots import lengths_in_table
+from jaxkv_kernels.addressing import lengths_in_table, load_entries
 from jaxkv_kernels.formats.bits import FP8, from_ordered_bits, ordered_bits
 from jaxkv_kernels.xla.paged import bytes_per_request, chunk_slots, chunk_tokens, in_parts, query_ends, walk
 

@@ -5,7 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.entry_rows import load_entries
+from jaxkv_kernels.addressing import load_entries
 from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.xla.paged import CHUNK_TOKENS, bytes_per_request, in_parts
 from jaxkv_kernels.xla.softmax import attend, joined, with_sinks

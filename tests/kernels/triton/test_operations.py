@@ -14,8 +14,8 @@ from jaxkv.fuzz import families
 from jaxkv.fuzz.case import Case
 from jaxkv.support import sample_calls
 from jaxkv_kernels import triton as kernels
-from jaxkv_kernels.addressing.hot_map import HotMap
-from jaxkv_kernels.triton.runtime import available
+from jaxkv_kernels.hot_rows import HotMap
+from jaxkv_kernels.triton import available
 from support.available import assume_available
 from support.triton.builds import SHARED, builds, kernel_builds, without_a_gpu
 from support.triton.runs import compiles, lowers

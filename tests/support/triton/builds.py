@@ -67,8 +67,8 @@ def kernel_builds(capability, operation, arrays, options):
 
     with (
         building(capability),
-        mock.patch("jaxkv_kernels.triton.runtime.launch._through_jax_triton", compile),
-        mock.patch("jaxkv_kernels.triton.runtime.launch._capability", return_value=capability),
+        mock.patch("jaxkv_kernels.triton.launch._through_jax_triton", compile),
+        mock.patch("jaxkv_kernels.triton.launch._capability", return_value=capability),
     ):
         jax.eval_shape(run, arrays)
     assert built, f"{operation} launches nothing"
@@ -126,6 +126,6 @@ def without_a_gpu(capability=90):
     }
     with (
         mock.patch.multiple(jaxlib.gpu_triton, create=True, **stubs),
-        mock.patch("jaxkv_kernels.triton.runtime.launch._capability", return_value=capability),
+        mock.patch("jaxkv_kernels.triton.launch._capability", return_value=capability),
     ):
         yield

@@ -7,7 +7,7 @@ window, a query token has the slots of the tokens in it only.
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.slots import lengths_in_table, slots_for, table_tokens
+from jaxkv_kernels.addressing import lengths_in_table, slots_for, table_tokens
 from jaxkv_kernels.mosaic_gpu.attention.decode_mla_sparse import config_of, decode_slots
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
 from jaxkv_kernels.mosaic_gpu.attention.planning.slots import plan_slots

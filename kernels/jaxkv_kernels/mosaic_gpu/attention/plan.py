@@ -19,7 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.slots import lengths_in_table
+from jaxkv_kernels.addressing import lengths_in_table
 from jaxkv_kernels.mosaic_gpu.attention.config import (
     CTAS,
     FEW_ROWS,

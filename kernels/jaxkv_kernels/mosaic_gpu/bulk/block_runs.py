@@ -4,9 +4,7 @@ from dataclasses import dataclass
 
 from jax import lax
 
-from jaxkv_kernels.addressing.block_runs import Runs, runs_of
-from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.addressing.row_view import RowView, row_view
+from jaxkv_kernels.addressing import Pages, RowView, Runs, row_view, runs_of
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 
 

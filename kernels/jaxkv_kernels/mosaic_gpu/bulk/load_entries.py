@@ -28,7 +28,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.addressing import row_view
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.bulk.ragged_places import places_of
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import WARPS, token_ways, warp_share

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxkv_kernels.addressing.block_runs import Runs
-from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.addressing import Runs, row_view
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.bulk.block_chunks import chunked, clear, fetch, send
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.addressing import row_view
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.bulk.warp_share import warp_share
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv

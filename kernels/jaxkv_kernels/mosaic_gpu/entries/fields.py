@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats import indexer_fp8
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Part

@@ -19,7 +19,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tile_scaled import TILE, num_tiles, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
-from jaxkv_kernels.xla.experts.linear import scaled_linear as by_xla
+from jaxkv_kernels.xla.experts import scaled_linear as by_xla
 
 MOST_TOKENS = 256
 """The most tokens that are multiplied by the kernel; not tuned."""

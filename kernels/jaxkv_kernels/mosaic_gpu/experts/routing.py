@@ -22,7 +22,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
-from jaxkv_kernels.xla.experts import routing
+from jaxkv_kernels.xla import experts as xla
 
 WARPS = 4
 """Warps, and tokens, of a CTA."""
@@ -47,7 +47,7 @@ def _select(logits, bias, *, interpret, **options):
         first = lax.axis_index("cta") * WARPS
         if interpret:
             *operands, ids_ref, weights_ref = refs
-            found = routing.select_experts(*(ref[...] for ref in operands), *[None] * (bias is None), **options)
+            found = xla.select_experts(*(ref[...] for ref in operands), *[None] * (bias is None), **options)
             for token in range(WARPS):
 
                 @pl.when(first + token < tokens)

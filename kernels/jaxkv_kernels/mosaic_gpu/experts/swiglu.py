@@ -28,7 +28,7 @@ from jaxkv_kernels.mosaic_gpu.one_token.experts import one_token
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
-from jaxkv_kernels.xla.experts.swiglu import shared_swiglu
+from jaxkv_kernels.xla.experts import shared_swiglu
 
 
 def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None, *, limit=None, alpha=None):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 
 ROW_BYTES = 128
 SCALE_BYTES = 4

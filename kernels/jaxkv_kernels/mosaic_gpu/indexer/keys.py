@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.bits import FP8, view_as
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import (
     InterpretedRows,

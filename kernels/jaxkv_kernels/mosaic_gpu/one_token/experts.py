@@ -26,7 +26,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.hopper import MULTIPROCESSORS
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
-from jaxkv_kernels.xla.experts.swiglu import gated
+from jaxkv_kernels.xla.experts import gated
 
 WARPGROUPS = 4
 

@@ -30,7 +30,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.mosaic_gpu.attention.gather import joined_lanes, lanes
 from jaxkv_kernels.mosaic_gpu.attention.gather.rows import GatheredRows, lane_array, lane_registers, ref_type, word_list
 from jaxkv_kernels.mosaic_gpu.runtime.elements import array

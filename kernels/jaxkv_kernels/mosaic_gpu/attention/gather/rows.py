@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.format import Part
 from jaxkv_kernels.mosaic_gpu.attention.config import HALF

@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
 from jaxkv_kernels.mosaic_gpu.runtime.integers import floordiv
 

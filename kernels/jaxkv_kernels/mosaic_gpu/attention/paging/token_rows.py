@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 

@@ -32,7 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.slots import table_tokens
+from jaxkv_kernels.addressing import table_tokens
 from jaxkv_kernels.mosaic_gpu.attention.planning.division import Division, Problem
 from jaxkv_kernels.mosaic_gpu.attention.planning.interpreted import InterpretedRegisters
 from jaxkv_kernels.mosaic_gpu.attention.planning.lanes import LANES, WARPS

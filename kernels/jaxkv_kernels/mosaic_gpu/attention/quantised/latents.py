@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.addressing import row_view
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.mosaic_gpu.attention.config import TILE
 from jaxkv_kernels.mosaic_gpu.attention.paging.keys import Columns

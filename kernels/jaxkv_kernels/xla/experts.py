@@ -1,0 +1,146 @@
+"""The operations on experts: the experts of each token, their feed-forwards, and products with float8 weights."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels.expert_groups import expert_groups, usual_rows
+from jaxkv_kernels.tile_scaled import TileScaled
+from jaxkv_kernels.xla.paged import walk
+
+SCORES = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+"""The scores of experts, from their logits [T, E]."""
+
+
+def select_experts(logits, bias, *, per_token, scoring, groups, groups_per_token, normalize, scale):
+    """The choices [T, K] of tokens with logits [T, E], and their weights."""
+    scores, leaders = SCORES[scoring](logits), 1 if scoring == "softmax" else 2
+    choice = scores if bias is None else scores + bias
+    if groups > 1:
+        grouped = choice.reshape(len(choice), groups, choice.shape[1] // groups)
+        kept = _best(lax.top_k(grouped, leaders)[0].sum(axis=-1), groups_per_token)
+        choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
+    _, experts = lax.top_k(choice, per_token)
+    return experts, weights_of(scores, experts, normalize=normalize, scale=scale)
+
+
+def weights_of(scores, experts, *, normalize, scale) -> jax.Array:
+    """The weights [T, K] of experts [T, K], from the scores [T, E] of all."""
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if normalize:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return weights * scale
+
+
+def _best(scores, k: int):
+    """A mask, bool [T, n], of the k largest of `scores` [T, n]."""
+    _, best = lax.top_k(scores, k)
+    return (best[..., None] == jnp.arange(scores.shape[-1])).any(axis=-2)
+
+
+MOST_ROWS = 256
+"""The most rows of a tile on CPUs."""
+MOST_RESULTS = 2**27
+"""On other devices, the most results of all experts for some tokens that are in memory at once."""
+
+
+@partial(jax.jit, static_argnames=("limit", "alpha"))
+def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None, *, limit=None, alpha=None):
+    """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
+    kind = {"limit": limit, "alpha": alpha}
+    if shared is not None:
+        routed = grouped_swiglu(x, experts, weights, gate, up, down, biases=biases, **kind)
+        return routed + shared_swiglu(x, *shared, **kind)
+    if not experts.size:
+        return jnp.zeros_like(x)
+    # XLA does not execute branches in parallel on GPUs: there, products of all experts take less time.
+    cpu, default = (partial(way, **kind) for way in (by_tiles, all_experts))
+    return lax.platform_dependent(x, experts, weights, gate, up, down, biases, cpu=cpu, default=default)
+
+
+def shared_swiglu(x, gate, up, down, limit=None, alpha=None):
+    """The result [T, D] of the expert through which all tokens x [T, D] pass."""
+    return _swiglu("td,id->ti", "ti,di->td", x, gate, up, down, None, limit, alpha).astype(x.dtype)
+
+
+def by_tiles(x, experts, weights, gate, up, down, biases=None, limit=None, alpha=None):
+    """Tile by tile of tokens that chose the same expert: computes only what was chosen."""
+    count = gate.shape[0]
+    tile = usual_rows(experts.size, count, min(len(x), MOST_ROWS))
+    groups = expert_groups(experts, count, tile=tile)
+    num_rows = groups.tokens.size
+    # A tile may extend past its group and past all rows.  Later tiles overwrite what it stores there, or it is unused.
+    rows = x[jnp.pad(groups.tokens, (0, tile))]
+
+    def one(i, results):
+        expert, start = groups.experts[i], groups.starts[i]
+        tokens = lax.dynamic_slice_in_dim(rows, start, tile)
+        own = None if biases is None else [bias[expert][None] for bias in biases]
+        matrices = gate[expert], up[expert], down[expert]
+        result = _swiglu("td,id->ti", "ti,di->td", tokens, *matrices, own, limit, alpha)
+        return lax.dynamic_update_slice_in_dim(results, result, start, axis=0)
+
+    results = walk(0, groups.count, one, jnp.zeros(rows.shape, jnp.float32))
+    known = groups.rows < num_rows
+    return jnp.where(known[..., None], results[groups.rows] * weights[..., None], 0).sum(axis=1).astype(x.dtype)
+
+
+def all_experts(x, experts, weights, gate, up, down, biases=None, limit=None, alpha=None):
+    """Every token through every expert, for some tokens at a time: reads the weights as few times as possible."""
+    count, width = gate.shape[0], x.shape[1]
+    chosen = experts[..., None] == jnp.arange(count, dtype=jnp.int32)
+    share = jnp.where(chosen, weights[..., None], 0).sum(axis=1)
+    chosen = chosen.any(axis=1)
+
+    def some(tokens):
+        x, share, chosen = tokens
+        own = None if biases is None else [bias[:, None] for bias in biases]
+        results = _swiglu("td,eid->eti", "eti,edi->etd", x, gate, up, down, own, limit, alpha)
+        # Select instead of multiplying by 0: an expert that is not chosen for a token may overflow to inf.
+        return jnp.where(chosen.T[..., None], results * share.T[..., None], 0).sum(axis=0).astype(x.dtype)
+
+    most = max(MOST_RESULTS // (count * width), 1)
+    tokens = x, share, chosen
+    if len(x) <= most:
+        return some(tokens)
+    padding = -len(x) % most
+    parts = (jnp.pad(a, ((0, padding), (0, 0))).reshape(-1, most, a.shape[1]) for a in tokens)
+    return lax.map(some, tuple(parts)).reshape(-1, width)[: len(x)]
+
+
+def _swiglu(inner: str, outer: str, x, gate, up, down, biases, limit, alpha):
+    """The SwiGLU feed-forward by the products `inner` and `outer`, in float32; operands keep their dtype.
+
+    `biases` are added to the results of `gate`, `up` and `down`, and have their ranks; None if there are none.
+    """
+
+    def product(equation, a, b):
+        if isinstance(b, TileScaled):
+            a, b = b.operands(a)
+        precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+        return jnp.einsum(equation, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+    gate_bias, up_bias, down_bias = (0.0, 0.0, 0.0) if biases is None else [b.astype(jnp.float32) for b in biases]
+    gates, ups = product(inner, x, gate) + gate_bias, product(inner, x, up) + up_bias
+    return product(outer, gated(gates, ups, limit, alpha).astype(x.dtype), down) + down_bias
+
+
+def gated(gates, ups, limit, alpha) -> jax.Array:
+    """The values before `down`, of the results of `gate` and `up`; `limit` and `alpha` as in `grouped_swiglu`."""
+    if limit is not None:
+        gates, ups = jnp.minimum(gates, limit), jnp.clip(ups, -limit, limit)
+    return jax.nn.silu(gates) * ups if alpha is None else gates * jax.nn.sigmoid(alpha * gates) * (ups + 1)
+
+
+@jax.jit
+def scaled_linear(x, weight):
+    """x [T, D] times the transpose of `weight` [I, D], with sums in float32."""
+    x, expanded = weight.operands(x)
+    precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jnp.einsum("td,id->ti", x, expanded, precision=precision)
