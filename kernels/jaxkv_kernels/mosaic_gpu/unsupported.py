@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxkv_kernels.addressing import ROW_LIMIT, row_view
 from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.formats.entries import IndexerEntry
-from jaxkv_kernels.kernel import apart
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS, by_slots
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import TILE_COLUMNS, origin_step
@@ -50,7 +49,7 @@ def decode_mla(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterato
     else:
         yield from _attention(entry, options["pages"], arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
-    yield from too_large(options)
+    yield from too_large(options.get("logit_cap"))
 
 
 def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -62,7 +61,14 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
     else:
         yield from _attention(entry, options["pages"], arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q`")
-    yield from too_large(options)
+    yield from too_large(options.get("logit_cap"))
+
+
+def apart(options: Mapping[str, Any]) -> Iterator[str]:
+    """A reason against a call on a cache whose keys and values lie apart."""
+    if options["pages"].num_parts > 1:
+        entry = options["entry"]
+        yield f"keys and values of format {entry.format!r} that lie apart: supports values that follow their keys"
 
 
 def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
@@ -75,7 +81,7 @@ def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> 
         yield from _unaligned(_steps(extra.pages, ("layer",)), extra.buffer.dtype.itemsize)
     yield from _gathered(entry, pages, arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q_latent`")
-    yield from too_large(options)
+    yield from too_large(options.get("logit_cap"))
 
 
 def _gathered(entry, pages, buffer) -> Iterator[str]:

@@ -12,9 +12,11 @@ instruction: scores are multiplied by log2(e) once, and the running maximum and 
 as well.  Triton inlines all of these functions, so calling them costs nothing.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
+import jax
 import numpy as np
 
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
@@ -105,6 +107,13 @@ def padded_rows(rows: int, most: int) -> int:
 
 SCALE_TILE = tl.constexpr(TILE)
 """Values of an `fp8_ds_mla` entry that share a scale."""
+
+
+def empty_reasons(**arrays: jax.Array) -> Iterator[str]:
+    """Reasons against arrays without values."""
+    for name, array in arrays.items():
+        if not array.size:
+            yield f"`{name}` of no values: a kernel would have nothing to do"
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,31 @@ only the device knows which ones it has to hold.
 What bounds them: memory bandwidth.  A chunk is 64 bytes per thread, 16 registers, and takes no shared memory.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from math import gcd, prod
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing import Pages, runs_of
+from jaxkv_kernels.calls import BlocksCall, CopyBlocks, ReadBlocks, WriteBlocks
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.tiles import in_bytes
 
 CHUNK, WARPS = 8192, 4
 
+RUN_LIMIT = 2**31 - 2**13
+"""The most elements of a block.  Kernels count them in int32, in chunks of at most 2**13."""
+
 WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+
+
+def unsupported_reasons(call: BlocksCall) -> Iterator[str]:
+    """Reasons against a call that moves whole blocks."""
+    if call.pages.block_elements > RUN_LIMIT:
+        yield f"blocks of {call.pages.block_elements} elements: supports at most {RUN_LIMIT}"
 
 
 @dataclass(frozen=True)
@@ -94,15 +104,15 @@ def in_row(rows, i, run, word, RUNS: tl.constexpr):
     return rows.to(tl.pointer_type(RUNS.word)) + start + word
 
 
-@partial(jax.jit, static_argnames="pages")
-def read_blocks(buffer, blocks, *, pages):
-    """Returns blocks [n] as rows [n, block_elements]; rows of ids outside the cache are 0."""
-    rows = jax.ShapeDtypeStruct((blocks.size, pages.block_elements), buffer.dtype)
-    if not blocks.size:
+@jax.jit
+def read_blocks(call: ReadBlocks) -> jax.Array:
+    """Blocks as rows [n, block_elements]; rows of ids outside the cache are 0."""
+    rows = jax.ShapeDtypeStruct((call.blocks.size, call.pages.block_elements), call.buffer.dtype)
+    if not call.blocks.size:
         return jnp.zeros(rows.shape, rows.dtype)
-    runs = block_runs(pages, buffer.dtype.itemsize)
-    grid = (blocks.size * runs.count * runs.chunks,)
-    return launch(_read_blocks, (buffer, blocks), (rows,), grid=grid, warps=WARPS, RUNS=runs)[0]
+    runs = block_runs(call.pages, call.buffer.dtype.itemsize)
+    grid = (call.blocks.size * runs.count * runs.chunks,)
+    return launch(_read_blocks, (call.buffer, call.blocks), (rows,), grid=grid, warps=WARPS, RUNS=runs)[0]
 
 
 @triton.jit
@@ -116,14 +126,15 @@ def _read_blocks(buffer, blocks, rows, RUNS: tl.constexpr):
     tl.store(in_row(rows, i, run, word, RUNS), values, mask=word < RUNS.length)
 
 
-@partial(jax.jit, static_argnames="pages")
-def write_blocks(buffer, blocks, data, *, pages):
-    """Overwrites blocks [n] with rows [n, block_elements]; ids outside the cache are skipped."""
-    if not blocks.size:
-        return buffer
-    runs = block_runs(pages, buffer.dtype.itemsize)
-    grid = (blocks.size * runs.count * runs.chunks,)
-    return launch(_write_blocks, (data, blocks), updated=(buffer,), grid=grid, warps=WARPS, RUNS=runs)[0]
+@jax.jit
+def write_blocks(call: WriteBlocks) -> jax.Array:
+    """The buffer with blocks overwritten by rows; ids outside the cache are skipped."""
+    if not call.blocks.size:
+        return call.buffer
+    runs = block_runs(call.pages, call.buffer.dtype.itemsize)
+    grid = (call.blocks.size * runs.count * runs.chunks,)
+    operands = call.data, call.blocks
+    return launch(_write_blocks, operands, updated=(call.buffer,), grid=grid, warps=WARPS, RUNS=runs)[0]
 
 
 @triton.jit
@@ -135,20 +146,21 @@ def _write_blocks(rows, blocks, buffer, RUNS: tl.constexpr):
         tl.store(in_cache(buffer, block, run, word, RUNS), values, mask=word < RUNS.length)
 
 
-@partial(jax.jit, static_argnames="pages")
-def copy_blocks(buffer, src, dst, *, pages):
-    """Copies blocks `src` [n] over blocks `dst` [n]; pairs with an id outside the cache are skipped."""
+@jax.jit
+def copy_blocks(call: CopyBlocks) -> jax.Array:
+    """The buffer with blocks `src` copied over blocks `dst`; pairs with an id outside the cache are skipped."""
+    src, dst, pages = call.src, call.dst, call.pages
     if not src.size:
-        return buffer
-    runs = block_runs(pages, buffer.dtype.itemsize)
+        return call.buffer
+    runs = block_runs(pages, call.buffer.dtype.itemsize)
     good = (src >= 0) & (src < pages.num_blocks) & (dst >= 0) & (dst < pages.num_blocks)
     awaited = (dst[:, None] == src).any(axis=1)
     now, later = jnp.where(good & ~awaited, dst, -1), jnp.where(good & awaited, dst, -1)
-    rows = jax.ShapeDtypeStruct((src.size, pages.block_elements), buffer.dtype)
+    rows = jax.ShapeDtypeStruct((src.size, pages.block_elements), call.buffer.dtype)
     grid = (src.size * runs.count * runs.chunks,)
     operands = src, now, later
-    buffer, held = launch(_copy_blocks, operands, (rows,), updated=(buffer,), grid=grid, warps=WARPS, RUNS=runs)
-    return write_blocks(buffer, later, held, pages=pages)
+    buffer, held = launch(_copy_blocks, operands, (rows,), updated=(call.buffer,), grid=grid, warps=WARPS, RUNS=runs)
+    return write_blocks(WriteBlocks(buffer=buffer, blocks=later, data=held, pages=pages))
 
 
 @triton.jit

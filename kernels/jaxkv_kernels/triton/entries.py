@@ -13,13 +13,23 @@ slightly more.  Stores take no shared memory, except for one float32 per scale i
 of e4m3 values move them through 2 KiB of shared memory to the threads that store them.
 """
 
-from functools import partial
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing import Pages, entry_runs
+from jaxkv_kernels.calls import (
+    GatherCall,
+    GatherEntries,
+    GatherIndexerK,
+    GatherKV,
+    GatherMLA,
+    WriteIndexerK,
+    WriteKV,
+    WriteMLA,
+)
 from jaxkv_kernels.formats import indexer_fp8
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.latents import fp8_ds_mla
@@ -28,6 +38,7 @@ from jaxkv_kernels.triton.codecs import from_e4m3, has_e4m3, load_scales, power_
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import element_type, launch
 from jaxkv_kernels.triton.tiles import (
+    TILE_LIMIT,
     WARPS,
     in_bytes,
     load_pieces,
@@ -41,30 +52,96 @@ from jaxkv_kernels.triton.tiles import (
     value_address,
 )
 
+WriteCall = WriteMLA | WriteKV | WriteIndexerK
+
+
+def write_unsupported_reasons(call: WriteCall | GatherCall) -> Iterator[str]:
+    """Reasons against a call that stores entries."""
+    for size in call.entry.sizes:
+        if size > TILE_LIMIT:
+            yield f"part of {size} values: supports at most {TILE_LIMIT}, which is what a tile may have in Triton"
+
+
+def gather_unsupported_reasons(call: GatherCall) -> Iterator[str]:
+    """Reasons against a call that reads entries."""
+    yield from write_unsupported_reasons(call)
+    if 0 in call.entry.sizes:
+        yield "part of 0 values: no kernel has a result of no values"
+
+
+def gather_entries_unsupported_reasons(call: GatherEntries) -> Iterator[str]:
+    """Reasons against a call that reads the bytes of entries."""
+    if call.entry.nbytes > TILE_LIMIT:
+        yield f"entries of {call.entry.nbytes} bytes: supports at most {TILE_LIMIT}, of a tile in Triton"
+
+
+@jax.jit
+def write_mla(call: WriteMLA) -> jax.Array:
+    """The buffer with latents and rotary keys stored, these rotated by `cos_sin` unless that is None."""
+    if call.entry.format == "fp8_ds_mla":
+        return store_ds_mla(call)
+    scales = call.kv_scale, call.kv_scale
+    return store_entries(call, (call.kv_c, call.k_pe), scales, call.cos_sin, call.interleaved)
+
+
+@jax.jit
+def write_kv(call: WriteKV) -> jax.Array:
+    """The buffer with keys and values stored."""
+    return store_entries(call, (call.k, call.v), (call.k_scale, call.v_scale))
+
+
+@jax.jit
+def write_indexer_k(call: WriteIndexerK) -> jax.Array:
+    """The buffer with indexer keys stored."""
+    return store_split(call) if call.entry.split else store_entries(call, (call.k,))
+
+
+@jax.jit
+def gather_mla(call: GatherMLA) -> tuple[jax.Array, jax.Array]:
+    """Latents and rotary keys; rows without a token are 0."""
+    if call.entry.format == "fp8_ds_mla":
+        return load_ds_mla(call)
+    kv_c, k_pe = load_entries(call, (call.kv_scale, call.kv_scale))
+    return kv_c[:, 0], k_pe[:, 0]
+
+
+@jax.jit
+def gather_kv(call: GatherKV) -> tuple[jax.Array, jax.Array]:
+    """Keys and values; rows without a token are 0."""
+    k, v = load_entries(call, (call.k_scale, call.v_scale))
+    return k, v
+
+
+@jax.jit
+def gather_indexer_k(call: GatherIndexerK) -> jax.Array:
+    """Indexer keys, dequantised; rows without a token are 0."""
+    return load_split(call) if call.entry.split else load_entries(call)[0][:, 0]
+
+
+@jax.jit
+def gather_entries(call: GatherEntries) -> jax.Array:
+    """The bytes of entries; rows without a token are 0."""
+    found = load_bytes(call)
+    return found[:, 0] if call.entry.one_head else found
+
 
 def second_part(entry: Entry, pages: Pages, itemsize: int) -> int:
     """Bytes from the start of an entry to its second part, which may lie apart."""
     return pages.part_stride * itemsize if pages.num_parts > 1 else entry.sizes[0] * entry.dtype.itemsize
 
 
-def two_parts(entry: Entry, pages: Pages, itemsize: int, rows: int, scales) -> tuple[list[jax.Array], dict[str, Any]]:
+def two_parts(call: WriteCall | GatherCall, rows: int, scales) -> tuple[list[jax.Array], dict[str, Any]]:
     """Returns the scales as operands, and the constants, of a kernel that moves `rows` heads of entries.
 
-    If entries have one part, the second has no values.
-
-    Args:
-      entry: the kind and format of entries.
-      pages: the addresses of entries, in elements of the buffer.
-      itemsize: bytes of such an element.
-      rows: tokens times heads.
-      scales: for e4m3 entries, a float32 scalar or [H] for each part.
+    If entries have one part, the second has no values.  `scales` are those of `store_entries`.
     """
+    entry, itemsize = call.entry, call.buffer.dtype.itemsize
     sizes = (*entry.sizes, 0)[:2]
-    scales = [jnp.reshape(scale, (-1,)) for scale in scales] or [jnp.ones(1)] * 2
+    scales = [jnp.reshape(scale, (-1,)) for scale in scales] if entry.codec.scaled else [jnp.ones(1)] * 2
     return scales, {
-        "PAGES": in_bytes(pages, itemsize),
+        "PAGES": in_bytes(call.pages, itemsize),
         "SIZES": sizes,
-        "SECOND": second_part(entry, pages, itemsize) // entry.dtype.itemsize,
+        "SECOND": second_part(entry, call.pages, itemsize) // entry.dtype.itemsize,
         "DTYPE": element_type(entry.dtype),
         "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
         "COUNT": rows,
@@ -73,30 +150,26 @@ def two_parts(entry: Entry, pages: Pages, itemsize: int, rows: int, scales) -> t
     }
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "interleaved"))
-def store_entries(buffer, parts, slots, layer, scales=(), cos_sin=None, *, pages, entry, interleaved=False):
-    """The buffer with entries stored at slots [T] of a layer; slots outside the cache are skipped.
+def store_entries(call: WriteCall, parts, scales=(None, None), cos_sin=None, interleaved=False) -> jax.Array:
+    """The buffer with entries stored at the slots of a call; slots outside the cache are skipped.
 
     Args:
-      buffer: the buffer of the cache.
+      call: a call that stores plain or e4m3 entries.
       parts: one or two arrays [T, (H,) n_i].
-      slots: int32 [T].
-      layer: int32 scalar.
       scales: for e4m3 entries, a float32 scalar or [H] for each part: stored = value / scale.
       cos_sin: float32 [T, n_1], by which the second part is rotated first, or None; entries then have one head.
-      pages: the addresses of entries.
-      entry: the kind and format of entries.
       interleaved: which values of the second part are pairs, if it is rotated.
     """
+    slots = call.slot_mapping
     if not slots.size:
-        return buffer
-    rows = slots.size * pages.num_heads
-    scales, constants = two_parts(entry, pages, buffer.dtype.itemsize, rows, scales)
+        return call.buffer
+    rows = slots.size * call.pages.num_heads
+    scales, constants = two_parts(call, rows, scales)
     constants["PAIRS"] = pairs(cos_sin, interleaved)
     angles = parts[-1] if cos_sin is None else cos_sin
-    operands = (parts[0], parts[-1], angles, *scales, slots, jnp.reshape(layer, (1,)))
+    operands = (parts[0], parts[-1], angles, *scales, slots, jnp.reshape(call.layer, (1,)))
     grid = (triton.cdiv(rows, constants["ROWS"]),)
-    return launch(_store_entries, operands, updated=(buffer,), grid=grid, warps=WARPS, **constants)[0]
+    return launch(_store_entries, operands, updated=(call.buffer,), grid=grid, warps=WARPS, **constants)[0]
 
 
 @triton.jit
@@ -161,28 +234,28 @@ def load_rotated(
     return rounded(as_float32(tile) * cos + as_float32(partner) * sin, array.dtype.element_ty)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "interleaved"))
-def store_ds_mla(buffer, kv_c, k_pe, slots, layer, cos_sin=None, *, pages, entry, interleaved=False):
-    """The buffer with kv_c [T, R], k_pe [T, P] stored at slots [T] of a layer; slots outside the cache are skipped.
+def store_ds_mla(call: WriteMLA) -> jax.Array:
+    """The buffer with `fp8_ds_mla` entries stored; slots outside the cache are skipped.
 
-    With `cos_sin` [T, P], k_pe is rotated first.  Programs store rotary keys first, so that their load is issued with
-    the others, and then compute a scale per tile of 128 values.
+    Programs store rotary keys first, so that their load is issued with the others, and then compute a scale per tile of
+    128 values.
     """
+    k_pe, cos_sin, slots = call.k_pe, call.cos_sin, call.slot_mapping
     if not slots.size:
-        return buffer
-    shape = tile_shape(entry.sizes)
+        return call.buffer
+    shape = tile_shape(call.entry.sizes)
     constants: dict[str, Any] = {
-        "PAGES": in_bytes(pages, buffer.dtype.itemsize),
-        "SIZES": entry.sizes,
+        "PAGES": in_bytes(call.pages, call.buffer.dtype.itemsize),
+        "SIZES": call.entry.sizes,
         "COUNT": slots.size,
         "TILE": fp8_ds_mla.TILE,
         "SMALLEST_EXPONENT": fp8_ds_mla.SMALLEST_EXPONENT,
         "NATIVE": has_e4m3(),
-        "PAIRS": pairs(cos_sin, interleaved),
+        "PAIRS": pairs(cos_sin, call.interleaved),
     }
-    operands = (kv_c, k_pe, k_pe if cos_sin is None else cos_sin, slots, jnp.reshape(layer, (1,)))
+    operands = (call.kv_c, k_pe, k_pe if cos_sin is None else cos_sin, slots, jnp.reshape(call.layer, (1,)))
     grid = (triton.cdiv(slots.size, shape["ROWS"]),)
-    return launch(_store_ds_mla, operands, updated=(buffer,), grid=grid, warps=WARPS, **constants, **shape)[0]
+    return launch(_store_ds_mla, operands, updated=(call.buffer,), grid=grid, warps=WARPS, **constants, **shape)[0]
 
 
 @triton.jit
@@ -210,25 +283,25 @@ def _store_ds_mla(
     store_pieces(scales, scale, keep, SIZES[0] // TILE, TILES)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry"))
-def store_split(buffer, k, slots, layer, *, pages, entry):
-    """The buffer with k [T, n] stored at slots [T] of a layer; slots outside the cache are skipped.
+def store_split(call: WriteIndexerK) -> jax.Array:
+    """The buffer with `indexer_fp8` keys stored; slots outside the cache are skipped.
 
     A page holds the values of all tokens, then their scales.
     """
+    slots = call.slot_mapping
     if not slots.size:
-        return buffer
-    shape = tile_shape(entry.sizes)
+        return call.buffer
+    shape = tile_shape(call.entry.sizes)
     constants: dict[str, Any] = {
-        "PAGES": in_bytes(pages, buffer.dtype.itemsize),
-        "SIZE": entry.head_dim,
+        "PAGES": in_bytes(call.pages, call.buffer.dtype.itemsize),
+        "SIZE": call.entry.head_dim,
         "COUNT": slots.size,
         "SMALLEST_EXPONENT": indexer_fp8.SMALLEST_EXPONENT,
         "NATIVE": has_e4m3(),
     }
-    operands = (k, slots, jnp.reshape(layer, (1,)))
+    operands = (call.k, slots, jnp.reshape(call.layer, (1,)))
     grid = (triton.cdiv(slots.size, shape["ROWS"]),)
-    return launch(_store_split, operands, updated=(buffer,), grid=grid, warps=WARPS, **constants, **shape)[0]
+    return launch(_store_split, operands, updated=(call.buffer,), grid=grid, warps=WARPS, **constants, **shape)[0]
 
 
 @triton.jit
@@ -248,45 +321,21 @@ def _store_split(
     tl.store(scale_address(buffer, layer, slot, PAGES, SIZE), scale, mask=keep)
 
 
-def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, *, pages, entry, interleaved):
-    """Stores kv_c [T, R] and k_pe [T, P], rotated by cos_sin [T, P] (or None); returns the new buffer."""
-    options = dict(pages=pages, entry=entry, interleaved=interleaved)
-    if entry.format == "fp8_ds_mla":
-        return store_ds_mla(buffer, kv_c, k_pe, slot_mapping, layer, cos_sin, **options)
-    scales = (kv_scale, kv_scale) if entry.codec.scaled else ()
-    return store_entries(buffer, (kv_c, k_pe), slot_mapping, layer, scales, cos_sin, **options)
-
-
-def write_kv(buffer, k, v, slot_mapping, layer, k_scale, v_scale, *, pages, entry):
-    """Stores k [T, H, D] and v [T, H, Dv] at slots [T] of a layer; returns the new buffer."""
-    scales = (k_scale, v_scale) if entry.codec.scaled else ()
-    return store_entries(buffer, (k, v), slot_mapping, layer, scales, pages=pages, entry=entry)
-
-
-def write_indexer_k(buffer, k, slot_mapping, layer, *, pages, entry):
-    """Stores k [T, head_dim] at slots [T] of a layer; returns the new buffer."""
-    if entry.split:
-        return store_split(buffer, k, slot_mapping, layer, pages=pages, entry=entry)
-    return store_entries(buffer, (k,), slot_mapping, layer, pages=pages, entry=entry)
-
-
-@partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
-def load_entries(
-    buffer, block_tables, cu_seq_lens, seq_starts, layer, scales=(), *, pages, entry, total, dtype
-) -> list[jax.Array]:
-    """Returns parts [total, H, n_i] of `dtype` for the tokens of ragged runs; rows without a token are 0.
+def load_entries(call: GatherMLA | GatherKV | GatherIndexerK, scales=(None, None)) -> list[jax.Array]:
+    """The parts [total, H, n_i] of plain or e4m3 entries; rows without a token are 0.
 
     `scales`, for e4m3 entries, has a float32 scalar or [H] for each part: value = stored * scale.
     """
-    rows = total * pages.num_heads
-    scales, constants = two_parts(entry, pages, buffer.dtype.itemsize, rows, scales)
-    constants |= ragged_constants(block_tables, seq_starts)
-    operands = (buffer, *scales, *ragged_operands(block_tables, cu_seq_lens, seq_starts, layer))
+    heads = call.pages.num_heads
+    rows = call.total * heads
+    scales, constants = two_parts(call, rows, scales)
+    constants |= ragged_constants(call)
+    operands = (call.buffer, *scales, *ragged_operands(call))
     # At least one value, because an array without values has no memory to point to.
-    results = [jax.ShapeDtypeStruct((total, pages.num_heads, max(size, 1)), dtype) for size in constants["SIZES"]]
+    results = [jax.ShapeDtypeStruct((call.total, heads, max(size, 1)), call.dtype) for size in constants["SIZES"]]
     grid = (triton.cdiv(rows, constants["ROWS"]),)
     found = launch(_load_entries, operands, results, grid=grid, warps=WARPS, **constants)
-    return list(found[: len(entry.sizes)])
+    return list(found[: len(call.entry.sizes)])
 
 
 @triton.jit
@@ -310,24 +359,22 @@ def _load_entries(
     store_rows(second, row, rounded(other, second.dtype.element_ty), COUNT, SIZES[1], COLUMNS[1])
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
-def load_ds_mla(
-    buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype
-) -> tuple[jax.Array, ...]:
-    """Returns kv_c [total, R] and k_pe [total, P] of `dtype` for ragged runs of tokens; rows without a token are 0."""
-    shape = tile_shape(entry.sizes)
+def load_ds_mla(call: GatherMLA) -> tuple[jax.Array, jax.Array]:
+    """The latents [total, R] and rotary keys [total, P] of `fp8_ds_mla` entries; rows without a token are 0."""
+    shape = tile_shape(call.entry.sizes)
     constants: dict[str, Any] = {
-        "PAGES": in_bytes(pages, buffer.dtype.itemsize),
-        "SIZES": entry.sizes,
+        "PAGES": in_bytes(call.pages, call.buffer.dtype.itemsize),
+        "SIZES": call.entry.sizes,
         "TILE": fp8_ds_mla.TILE,
-        **ragged_constants(block_tables, seq_starts),
-        "COUNT": total,
+        **ragged_constants(call),
+        "COUNT": call.total,
         "NATIVE": has_e4m3(),
     }
-    operands = (buffer, *ragged_operands(block_tables, cu_seq_lens, seq_starts, layer))
-    results = [jax.ShapeDtypeStruct((total, size), dtype) for size in entry.sizes]
-    grid = (triton.cdiv(total, shape["ROWS"]),)
-    return launch(_load_ds_mla, operands, results, grid=grid, warps=WARPS, **constants, **shape)
+    operands = (call.buffer, *ragged_operands(call))
+    results = [jax.ShapeDtypeStruct((call.total, size), call.dtype) for size in call.entry.sizes]
+    grid = (triton.cdiv(call.total, shape["ROWS"]),)
+    kv_c, k_pe = launch(_load_ds_mla, operands, results, grid=grid, warps=WARPS, **constants, **shape)
+    return kv_c, k_pe
 
 
 @triton.jit
@@ -351,20 +398,19 @@ def _load_ds_mla(
     store_rows(k_pe, row, rounded(rope, k_pe.dtype.element_ty), COUNT, SIZES[1], COLUMNS[1])
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
-def load_split(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype) -> jax.Array:
-    """Returns k [total, n] of `dtype` for the tokens of ragged runs; rows without a token are 0."""
-    shape = tile_shape(entry.sizes)
+def load_split(call: GatherIndexerK) -> jax.Array:
+    """The `indexer_fp8` keys [total, n] of runs of tokens; rows without a token are 0."""
+    shape = tile_shape(call.entry.sizes)
     constants: dict[str, Any] = {
-        "PAGES": in_bytes(pages, buffer.dtype.itemsize),
-        "SIZE": entry.head_dim,
-        **ragged_constants(block_tables, seq_starts),
-        "COUNT": total,
+        "PAGES": in_bytes(call.pages, call.buffer.dtype.itemsize),
+        "SIZE": call.entry.head_dim,
+        **ragged_constants(call),
+        "COUNT": call.total,
         "NATIVE": has_e4m3(),
     }
-    operands = (buffer, *ragged_operands(block_tables, cu_seq_lens, seq_starts, layer))
-    result = jax.ShapeDtypeStruct((total, entry.head_dim), dtype)
-    grid = (triton.cdiv(total, shape["ROWS"]),)
+    operands = (call.buffer, *ragged_operands(call))
+    result = jax.ShapeDtypeStruct((call.total, call.entry.head_dim), call.dtype)
+    grid = (triton.cdiv(call.total, shape["ROWS"]),)
     return launch(_load_split, operands, (result,), grid=grid, warps=WARPS, **constants, **shape)[0]
 
 
@@ -383,26 +429,26 @@ def _load_split(
     store_rows(k, row, key, COUNT, SIZE, COLUMNS[0])
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "total"))
-def load_bytes(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total) -> jax.Array:
-    """Returns uint8 [total, H, nbytes] for the tokens of ragged runs; rows without a token are 0.
+def load_bytes(call: GatherEntries) -> jax.Array:
+    """The bytes of entries, uint8 [total, H, nbytes]; rows without a token are 0.
 
     Entries that lie in several runs of bytes (in split pages, or keys and values apart) take a kernel per run.
     """
-    rows, found = total * pages.num_heads, []
-    operands = (buffer, *ragged_operands(block_tables, cu_seq_lens, seq_starts, layer))
-    for run in entry_runs(pages, entry, buffer.dtype.itemsize):
-        run = in_bytes(run, buffer.dtype.itemsize)
+    heads, itemsize = call.pages.num_heads, call.buffer.dtype.itemsize
+    rows, found = call.total * heads, []
+    operands = (call.buffer, *ragged_operands(call))
+    for run in entry_runs(call.pages, call.entry, itemsize):
+        run = in_bytes(run, itemsize)
         shape = tile_shape((run.width,))
         found += launch(
             _load_bytes,
             operands,
-            (jax.ShapeDtypeStruct((total, pages.num_heads, run.width), jnp.uint8),),
+            (jax.ShapeDtypeStruct((call.total, heads, run.width), jnp.uint8),),
             grid=(triton.cdiv(rows, shape["ROWS"]),),
             warps=WARPS,
             PAGES=run,
             COUNT=rows,
-            **ragged_constants(block_tables, seq_starts),
+            **ragged_constants(call),
             **shape,
         )
     return jnp.concatenate(found, axis=-1)
@@ -420,15 +466,15 @@ def _load_bytes(
     store_rows(out, row, load_pieces(place, known, PAGES.width, COLUMNS[0]), COUNT, PAGES.width, COLUMNS[0])
 
 
-def ragged_operands(block_tables, cu_seq_lens, seq_starts, layer) -> tuple[jax.Array, ...]:
+def ragged_operands(call: GatherCall) -> tuple[jax.Array, ...]:
     """The operands of gather kernels besides the buffer: tables, cumulative lengths, first tokens, layer."""
-    starts = cu_seq_lens if seq_starts is None else seq_starts  # a placeholder, not read
-    return block_tables, cu_seq_lens, starts, jnp.reshape(layer, (1,))
+    starts = call.cu_seq_lens if call.seq_starts is None else call.seq_starts  # a placeholder, not read
+    return call.block_tables, call.cu_seq_lens, starts, jnp.reshape(call.layer, (1,))
 
 
-def ragged_constants(block_tables, seq_starts) -> dict[str, Any]:
+def ragged_constants(call: GatherCall) -> dict[str, Any]:
     """The constant RUNS: number of requests, blocks per table, and whether first tokens are given."""
-    return {"RUNS": (*block_tables.shape, seq_starts is not None)}
+    return {"RUNS": (*call.block_tables.shape, call.seq_starts is not None)}
 
 
 @triton.jit
@@ -456,32 +502,3 @@ def ragged_slots(token, tables, sums, starts, layer, RUNS: tl.constexpr, PAGES: 
     known = (block >= 0) & (block < PAGES.num_blocks)
     slot = tl.where(known, block * PAGES.block_size + position % PAGES.block_size, 0)
     return slot, known & (slot < slots_of(layer, PAGES))
-
-
-def gather_mla(buffer, block_tables, cu_seq_lens, seq_starts, layer, kv_scale, *, pages, entry, total, dtype):
-    """Returns kv_c [total, R] and k_pe [total, P] of `dtype`; rows without a token are 0."""
-    runs, options = (block_tables, cu_seq_lens, seq_starts), dict(pages=pages, entry=entry, total=total, dtype=dtype)
-    if entry.format == "fp8_ds_mla":
-        return load_ds_mla(buffer, *runs, layer, **options)
-    scales = (kv_scale, kv_scale) if entry.codec.scaled else ()
-    return tuple(part[:, 0] for part in load_entries(buffer, *runs, layer, scales, **options))
-
-
-def gather_kv(buffer, block_tables, cu_seq_lens, seq_starts, layer, k_scale, v_scale, *, pages, entry, total, dtype):
-    """Returns k [total, H, D] and v [total, H, Dv] of `dtype`; rows without a token are 0."""
-    runs, scales = (block_tables, cu_seq_lens, seq_starts), (k_scale, v_scale) if entry.codec.scaled else ()
-    return tuple(load_entries(buffer, *runs, layer, scales, pages=pages, entry=entry, total=total, dtype=dtype))
-
-
-def gather_indexer_k(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype):
-    """Returns k [total, head_dim] of `dtype`, dequantised; rows without a token are 0."""
-    runs, options = (block_tables, cu_seq_lens, seq_starts), dict(pages=pages, entry=entry, total=total, dtype=dtype)
-    if entry.split:
-        return load_split(buffer, *runs, layer, **options)
-    return load_entries(buffer, *runs, layer, **options)[0][:, 0]
-
-
-def gather_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total):
-    """Returns the bytes of entries, uint8 [total, (H,) nbytes]; rows without a token are 0."""
-    found = load_bytes(buffer, block_tables, cu_seq_lens, seq_starts, layer, pages=pages, entry=entry, total=total)
-    return found[:, 0] if entry.one_head else found

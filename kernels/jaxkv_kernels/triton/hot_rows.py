@@ -23,14 +23,15 @@ rows is read as a whole, and elements are taken from shared memory.
 of its addresses allows.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from math import gcd
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing import Pages, entry_runs
+from jaxkv_kernels.calls import FetchRows, HotRowsCall, StoreRows
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.tiles import in_bytes, slots_of, token_address
@@ -41,15 +42,27 @@ PROGRAMS = 128
 """Programs of all requests, as many as a GPU runs at once."""
 
 
-@partial(jax.jit, static_argnames=("pages", "host_pages", "entry", "hot", "copied"))
-def fetch_rows(buffer, maps, address, writes, positions, block_tables, layer, *, pages, host_pages, entry, hot, copied):
-    """Returns the buffer, the maps and the slots [B, N] of the rows of tokens; see the function of `xla`.
+MOST_ROWS = 2**15
+
+
+def unsupported_reasons(call: FetchRows) -> Iterator[str]:
+    """Reasons against a call of `fetch_rows`."""
+    if call.hot.rows > MOST_ROWS:
+        yield f"{call.hot.rows} rows per request: supports at most {MOST_ROWS}, which are a tile of one program"
+    if not call.positions.size:
+        yield "`positions` of no values: a kernel would have nothing to do"
+
+
+@jax.jit
+def fetch_rows(call: FetchRows) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The buffer, the maps and the slots [B, N] of the rows of tokens; see the function of `xla`.
 
     `writes` is an operand only because host memory must be read after them.
     """
+    positions, hot = call.positions, call.hot
     requests, count = positions.shape
-    shares = max(1, min(PROGRAMS // requests, triton.cdiv(count, FETCH_WARPS))) if copied else 1
-    first, second = (*copy_runs(pages, host_pages, entry, buffer.dtype.itemsize), None)[:2]
+    shares = max(1, min(PROGRAMS // requests, triton.cdiv(count, FETCH_WARPS))) if call.copied else 1
+    first, second = (*copy_runs(call), None)[:2]
 
     def result(*shape, dtype=jnp.int32):
         return jax.ShapeDtypeStruct((requests, *shape), dtype)
@@ -57,18 +70,18 @@ def fetch_rows(buffer, maps, address, writes, positions, block_tables, layer, *,
     scratch = result(shares, count), result(shares, count), result(shares, hot.rows, dtype=jnp.uint8)
     buffer, maps, slots, *_ = launch(
         _fetch_rows,
-        (address, writes, positions, block_tables, jnp.reshape(layer, (1,))),
+        (call.address, call.writes, positions, call.block_tables, jnp.reshape(call.layer, (1,))),
         (result(count), *scratch),
-        updated=(buffer, maps),
+        updated=(call.buffer, call.maps),
         grid=(requests, shares),
         warps=FETCH_WARPS,
         HOT=hot,
         COUNT=count,
-        TABLE=block_tables.shape[1],
-        HOST_PAGES=host_pages,
+        TABLE=call.block_tables.shape[1],
+        HOST_PAGES=call.host_pages,
         FIRST=first,
         SECOND=second,
-        COPIED=copied,
+        COPIED=call.copied,
         TOKENS=_tile(count),
         COLUMNS=_tile(hot.rows),
         TILE=FETCH_WARPS,
@@ -238,25 +251,24 @@ class CopyRun:
         return triton.next_power_of_2((self.pages.width + LINE.value - self.alignment) // self.word_bytes)
 
 
-def copy_runs(pages: Pages, host_pages: Pages, entry, itemsize: int) -> list[CopyRun]:
-    """The runs of bytes that an entry consists of, one or two, in a buffer whose elements have `itemsize` bytes."""
-    return [
-        CopyRun(in_bytes(here, itemsize), in_bytes(host, itemsize))
-        for here, host in zip(*(entry_runs(each, entry, itemsize) for each in (pages, host_pages)), strict=True)
-    ]
+def copy_runs(call: HotRowsCall) -> list[CopyRun]:
+    """The runs of bytes that an entry consists of, one or two."""
+    itemsize = call.buffer.dtype.itemsize
+    runs = (entry_runs(pages, call.entry, itemsize) for pages in (call.pages, call.host_pages))
+    return [CopyRun(in_bytes(here, itemsize), in_bytes(host, itemsize)) for here, host in zip(*runs, strict=True)]
 
 
-@partial(jax.jit, static_argnames=("pages", "host_pages", "entry"))
-def store_rows(buffer, address, writes, slots, host_slots, layer, *, pages, host_pages, entry):
-    """Copies entries from slots [n] of the buffer to host_slots [n] of host memory; returns `writes` plus 1.
+@jax.jit
+def store_rows(call: StoreRows) -> jax.Array:
+    """Copies entries from `slots` of the buffer to `host_slots` of host memory; returns `writes` plus 1.
 
     XLA does not know that the memory changes.  Later kernels that read it are ordered by `writes`.
     """
-    operands = address, slots, host_slots, jnp.reshape(layer, (1,)), buffer
-    grid = (triton.cdiv(slots.size, STORE_WARPS),)
-    for run in copy_runs(pages, host_pages, entry, buffer.dtype.itemsize):
-        constants = {"RUN": run, "COUNT": slots.size, "TILE": STORE_WARPS}
-        writes = launch(_store_rows, operands, updated=(writes,), grid=grid, warps=STORE_WARPS, **constants)[0]
+    operands = call.address, call.slots, call.host_slots, jnp.reshape(call.layer, (1,)), call.buffer
+    grid, writes = (triton.cdiv(call.slots.size, STORE_WARPS),), call.writes
+    for run in copy_runs(call):
+        constants = {"RUN": run, "COUNT": call.slots.size, "TILE": STORE_WARPS}
+        (writes,) = launch(_store_rows, operands, updated=(writes,), grid=grid, warps=STORE_WARPS, **constants)
     return writes
 
 

@@ -17,11 +17,12 @@ takes 16 KiB of shared memory, a tile of e4m3 keys 8 KiB, and the products 32 of
 float32 q and keys take 81 KiB of shared memory, of the 99 KiB that sm_86 has.
 """
 
-from functools import partial
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.calls import IndexerLogits
 from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.triton.arithmetic import dot, rounded
 from jaxkv_kernels.triton.codecs import in_word_order, unpacked
@@ -36,20 +37,35 @@ BUFFERS, BUFFER_BYTES = 2, 32768
 """Tiles of keys in flight per program, and the most bytes that they may have."""
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
-def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
-    """Logits, float32 [B, Q, max_len], of queries q [B, Q, Hi, D] with weights [B, Q, Hi].
+MOST_HEADS, MOST_VALUES = {2: 128, 4: 64}, 128
+"""Limits of queries: heads, by the bytes per value, and values per head."""
+
+
+def unsupported_reasons(call: IndexerLogits) -> Iterator[str]:
+    """Reasons against a call."""
+    *_, heads, dim = call.q.shape
+    most = MOST_HEADS[max(call.q.dtype.itemsize, 2)]
+    if heads > most:
+        yield f"`q` of {heads} heads of {call.q.dtype}: supports at most {most}, which shared memory holds"
+    if dim > MOST_VALUES:
+        yield f"keys of {dim} values: supports at most {MOST_VALUES}, which shared memory holds"
+
+
+@jax.jit
+def indexer_logits(call: IndexerLogits) -> jax.Array:
+    """Logits, float32 [B, Q, max_len].
 
     A logit is the sum over heads of relu(q . k) * w, times the scale of k; -inf for keys that a query token does not
     see.
     """
-    q = q.astype(jnp.bfloat16) if q.dtype == FP8 else q
+    buffer, block_tables, entry, max_len = call.buffer, call.block_tables, call.entry, call.max_len
+    q = call.q.astype(jnp.bfloat16) if call.q.dtype == FP8 else call.q
     batch, tokens, heads, dim = q.shape
     tile, warps = TILES[q.dtype.itemsize]
     tiles = triton.cdiv(max_len, tile)
     run = min(max(triton.cdiv(batch * tokens * tiles, PROGRAMS), 1), RUN_TILES)
     constants = {
-        "PAGES": in_bytes(pages, buffer.dtype.itemsize),
+        "PAGES": in_bytes(call.pages, buffer.dtype.itemsize),
         "SPLIT": entry.split,
         "DTYPE": None if entry.split else element_type(entry.dtype),
         "QUERIES": tokens,
@@ -62,7 +78,8 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
         "H_TILE": max(16, triton.next_power_of_2(heads)),
         "D_TILE": max(16, triton.next_power_of_2(dim)),
     }
-    operands = (q, weights.astype(jnp.float32), buffer, block_tables, seq_lens, jnp.reshape(layer, (1,)))
+    weights, layer = call.weights.astype(jnp.float32), jnp.reshape(call.layer, (1,))
+    operands = (q, weights, buffer, block_tables, call.seq_lens, layer)
     logits = jax.ShapeDtypeStruct((batch, tokens, max_len), jnp.float32)
     # A buffer needs two stages of Triton's pipeline: the block ids of a tile are loaded one stage before its keys.
     stages = 1 + 2 * max(1, min(BUFFERS, BUFFER_BYTES // (tile * entry.nbytes)))

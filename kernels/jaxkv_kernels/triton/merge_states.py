@@ -11,25 +11,38 @@ A program processes ROWS queries and loops over the partial results twice:
 What bounds it: memory bandwidth.  Two tiles of 2,048 values take 32 registers per thread, and no shared memory.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
 
+from jaxkv_kernels.calls import MergeStates
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import launch
-from jaxkv_kernels.triton.tiles import WARPS, load_rows, store_rows, tile_shape
+from jaxkv_kernels.triton.tiles import TILE_LIMIT, WARPS, load_rows, store_rows, tile_shape
+
+
+def unsupported_reasons(call: MergeStates) -> Iterator[str]:
+    """Reasons against a call."""
+    if not call.outs.size:
+        yield "outs of no values: a kernel would have nothing to do"
+    elif call.outs.shape[-1] > TILE_LIMIT:
+        yield f"outs of {call.outs.shape[-1]} values: supports at most {TILE_LIMIT}, as of parts of entries"
 
 
 @jax.jit
-def merge_states(outs, lses):
-    """Merges outs [N, ..., D] with lses [N, ...]: out [..., D] and float32 lse [...]."""
+def merge_states(call: MergeStates) -> tuple[jax.Array, jax.Array]:
+    """The results of attention over disjoint sets of keys, for the same queries, as one: out [..., D] and lse [...]."""
+    outs, lses = call.outs, call.lses
     shapes = jax.ShapeDtypeStruct(outs.shape[1:], outs.dtype), jax.ShapeDtypeStruct(lses.shape[1:], lses.dtype)
     tile = tile_shape((outs.shape[-1],))
     count = lses[0].size
     constants: dict[str, Any] = {"PARTS": outs.shape[0], "SIZE": outs.shape[-1], "COUNT": count, "ROWS": tile["ROWS"]}
     grid = (triton.cdiv(count, tile["ROWS"]),)
-    return launch(_merge_states, (outs, lses), shapes, grid=grid, warps=WARPS, COLUMNS=tile["COLUMNS"][0], **constants)
+    constants["COLUMNS"] = tile["COLUMNS"][0]
+    out, lse = launch(_merge_states, (outs, lses), shapes, grid=grid, warps=WARPS, **constants)
+    return out, lse
 
 
 @triton.jit

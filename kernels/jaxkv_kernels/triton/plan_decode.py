@@ -1,14 +1,24 @@
 """Plans of `decode_mla` and `decode_kv`."""
 
-from jaxkv_kernels.triton.decode_kv import plan_kv
-from jaxkv_kernels.triton.decode_mla import plan_latents
-from jaxkv_kernels.triton.splits import Plan
+from collections.abc import Iterator
+
+from jaxkv_kernels.calls import PlanDecode
+from jaxkv_kernels.triton import gqa, mla
+from jaxkv_kernels.triton.attention import empty_reasons
+from jaxkv_kernels.triton.splits import Plan, batch_invariant_reasons
 
 
-def plan_decode(
-    buffer, block_tables, seq_lens, *, pages, entry, heads, tokens, window, batch_invariant, dtype=None
-) -> Plan:
-    """The schedule for `heads` query heads and `tokens` query tokens per request."""
-    del buffer, batch_invariant, dtype
-    plan = plan_latents if entry.one_head else plan_kv
-    return plan(block_tables, seq_lens, pages=pages, entry=entry, heads=heads, q_len=tokens, window=window)
+def unsupported_reasons(call: PlanDecode) -> Iterator[str]:
+    """Reasons against a call."""
+    yield from empty_reasons(block_tables=call.block_tables)
+    if call.entry.one_head:
+        yield from mla.entry_reasons(call.entry)
+    else:
+        yield from gqa.entry_reasons(call.entry, call.dtype)
+    yield from batch_invariant_reasons(call)
+
+
+def plan_decode(call: PlanDecode) -> Plan:
+    """The schedule for the requests of a call."""
+    plan = mla.plan_latents if call.entry.one_head else gqa.plan_kv
+    return plan(call, call.heads, call.q_len)

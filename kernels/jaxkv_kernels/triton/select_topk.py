@@ -12,11 +12,12 @@ What bounds it: the latency of the 32 counts.  `_keep_best` has CHUNK_SHARE logi
 `_sorted` takes 8 bytes of shared memory per logit.
 """
 
-from functools import partial
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.calls import SelectTopk
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import launch
 
@@ -25,16 +26,26 @@ LEAST, CHUNK = 16, 8192
 CHUNK_SHARE, SORTED_SHARE = 16, 4
 """Logits per thread of the two kernels."""
 
+MOST_BEST = 4096
+"""The largest k."""
+
 MINUS_INFINITY = tl.constexpr(-0x7F800001)
 """The `_key` of -inf."""
 
 
-@partial(jax.jit, static_argnames="k")
-def select_topk(logits, *, k):
-    """The positions, int32 [..., k], of the largest logits [..., N], in decreasing order; -1 in place of -inf.
+def unsupported_reasons(call: SelectTopk) -> Iterator[str]:
+    """Reasons against a call."""
+    if call.k > MOST_BEST:
+        yield f"`k` of {call.k}: supports at most {MOST_BEST}"
+
+
+@jax.jit
+def select_topk(call: SelectTopk) -> jax.Array:
+    """The positions of the largest logits, in decreasing order; -1 in place of -inf.
 
     Among equal logits, the earlier position comes first.
     """
+    logits, k = call.logits, call.k
     *leading, length = logits.shape
     if not logits.size:
         return jnp.full((*leading, k), -1, jnp.int32)

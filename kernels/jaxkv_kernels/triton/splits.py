@@ -18,6 +18,7 @@ What bounds `combine`: the latency of the loads.  A group is therefore about as 
 request.  A group of 4,096 values takes 32 registers in each of 128 threads.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -25,7 +26,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages, table_tokens
+from jaxkv_kernels.addressing import table_tokens
+from jaxkv_kernels.calls import DecodeCall, DecodeMLASparse, PlanDecode
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.attention import (
     LOG2E,
@@ -70,12 +72,23 @@ def multiprocessors() -> int:
     return 4 if interpreting.value or device.platform == "cpu" else device.core_count
 
 
-def plan_requests(config: Config, block_tables, seq_lens, *, pages: Pages, rows: int, q_len: int, window) -> Plan:
+def batch_invariant_reasons(call: PlanDecode | DecodeMLASparse) -> Iterator[str]:
+    """A reason against a call that must be batch-invariant."""
+    if call.batch_invariant:
+        yield "a request is split depending on what else is in the batch: cannot be batch-invariant"
+
+
+def plan_requests(call: PlanDecode | DecodeCall, config: Config, rows: int, q_len: int) -> Plan:
     """The schedule for `rows` rows of queries (of `q_len` query tokens) per request and head of the cache."""
     return make_plan(
-        seq_lens, config=config, row_tiles=pages.num_heads * config.row_tiles(rows), q_len=q_len, window=window,
-        longest=table_tokens(block_tables, pages.block_size), sms=multiprocessors(),
-    )  # fmt: skip
+        call.seq_lens,
+        config=config,
+        row_tiles=call.pages.num_heads * config.row_tiles(rows),
+        q_len=q_len,
+        window=call.window,
+        longest=table_tokens(call.block_tables, call.pages.block_size),
+        sms=multiprocessors(),
+    )
 
 
 @partial(jax.jit, static_argnames=("config", "row_tiles", "q_len", "window", "longest", "sms"))

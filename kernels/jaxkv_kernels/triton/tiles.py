@@ -53,6 +53,8 @@ def scale_address(buffer, layer, slot, PAGES: tl.constexpr, SIZE: tl.constexpr):
 WARPS = 4
 VALUES = 2048
 """Values per tile, 16 per thread: two loads of 16 bytes for values of 2 bytes."""
+TILE_LIMIT = 2**20
+"""The most values of a tile in Triton."""
 
 
 def tile_shape(sizes) -> dict[str, Any]:

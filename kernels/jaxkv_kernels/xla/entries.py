@@ -1,82 +1,109 @@
 """Storing new entries at slots of a layer, reading the entries of ragged runs of tokens, and states of requests."""
 
-from functools import partial
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing import load_entries, ragged_slots, store_entries
+from jaxkv_kernels.calls import (
+    CacheCall,
+    GatherCall,
+    GatherEntries,
+    GatherIndexerK,
+    GatherKV,
+    GatherMLA,
+    ReadState,
+    WriteIndexerK,
+    WriteKV,
+    WriteMLA,
+    WriteState,
+)
 from jaxkv_kernels.rotary import rotated
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "interleaved"))
-def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, *, pages, entry, interleaved):
-    """Stores kv_c [T, R] and k_pe [T, P], rotated by cos_sin [T, P] (or None); returns the new buffer."""
-    if cos_sin is not None:
-        k_pe = rotated(k_pe, cos_sin, interleaved=interleaved)
-    rows = entry.encode((kv_c, k_pe), (kv_scale, kv_scale))[:, None]
-    return store_entries(buffer, pages, entry, rows, slot_mapping, layer)
+@jax.jit
+def write_mla(call: WriteMLA) -> jax.Array:
+    """The buffer with latents and rotary keys stored, these rotated by `cos_sin` unless that is None."""
+    k_pe = call.k_pe
+    if call.cos_sin is not None:
+        k_pe = rotated(k_pe, call.cos_sin, interleaved=call.interleaved)
+    return _stored(call, (call.kv_c, k_pe), call.slot_mapping, (call.kv_scale, call.kv_scale))
 
 
-@partial(jax.jit, static_argnames=("pages", "entry"))
-def write_kv(buffer, k, v, slot_mapping, layer, k_scale, v_scale, *, pages, entry):
-    """Stores k [T, H, D] and v [T, H, Dv] at slots [T] of a layer; returns the new buffer."""
-    rows = entry.encode((k, v), (k_scale, v_scale))
-    return store_entries(buffer, pages, entry, rows, slot_mapping, layer)
+@jax.jit
+def write_kv(call: WriteKV) -> jax.Array:
+    """The buffer with keys and values stored."""
+    return _stored(call, (call.k, call.v), call.slot_mapping, (call.k_scale, call.v_scale))
 
 
-@partial(jax.jit, static_argnames=("pages", "entry"))
-def write_indexer_k(buffer, k, slot_mapping, layer, *, pages, entry):
-    """Stores k [T, head_dim] at slots [T] of a layer; returns the new buffer."""
-    rows = entry.encode((k,))[:, None]
-    return store_entries(buffer, pages, entry, rows, slot_mapping, layer)
+@jax.jit
+def write_indexer_k(call: WriteIndexerK) -> jax.Array:
+    """The buffer with indexer keys stored."""
+    return _stored(call, (call.k,), call.slot_mapping)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
-def gather_mla(buffer, block_tables, cu_seq_lens, seq_starts, layer, kv_scale, *, pages, entry, total, dtype):
-    """Returns kv_c [total, R] and k_pe [total, P] of `dtype`; rows without a token are 0."""
-    slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
-    rows, valid = load_entries(buffer, pages, entry, slots, layer)
-    parts = entry.decode(rows[:, 0], dtype, (kv_scale, kv_scale))
-    return tuple(jnp.where(valid[:, None], part, 0) for part in parts)
+@jax.jit
+def write_state(call: WriteState) -> jax.Array:
+    """The buffer with states stored."""
+    sizes = call.entry.named_sizes.items()
+    return _stored(call, [call.states[name].reshape(call.slots.size, size) for name, size in sizes], call.slots)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
-def gather_kv(buffer, block_tables, cu_seq_lens, seq_starts, layer, k_scale, v_scale, *, pages, entry, total, dtype):
-    """Returns k [total, H, D] and v [total, H, Dv] of `dtype`; rows without a token are 0."""
-    slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
-    rows, valid = load_entries(buffer, pages, entry, slots, layer)
-    parts = entry.decode(rows, dtype, (k_scale, v_scale))
-    return tuple(jnp.where(valid[:, None, None], part, 0) for part in parts)
+def _stored(call: CacheCall, values: Sequence[jax.Array], slots: jax.Array, scales=(None, None)) -> jax.Array:
+    """The buffer with values [T, (H,) n_i] stored at slots [T] of the layer."""
+    rows = call.entry.encode(values, scales)
+    if call.entry.one_head:
+        rows = rows[:, None]
+    return store_entries(call.buffer, call.pages, call.entry, rows, slots, call.layer)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
-def gather_indexer_k(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype):
-    """Returns k [total, head_dim] of `dtype`, dequantised; rows without a token are 0."""
-    slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
-    rows, valid = load_entries(buffer, pages, entry, slots, layer)
-    (k,) = entry.decode(rows[:, 0], dtype)
+@jax.jit
+def gather_mla(call: GatherMLA) -> tuple[jax.Array, jax.Array]:
+    """Latents and rotary keys; rows without a token are 0."""
+    rows, valid = _gathered(call)
+    kv_c, k_pe = call.entry.decode(rows[:, 0], call.dtype, (call.kv_scale, call.kv_scale))
+    return jnp.where(valid[:, None], kv_c, 0), jnp.where(valid[:, None], k_pe, 0)
+
+
+@jax.jit
+def gather_kv(call: GatherKV) -> tuple[jax.Array, jax.Array]:
+    """Keys and values; rows without a token are 0."""
+    rows, valid = _gathered(call)
+    k, v = call.entry.decode(rows, call.dtype, (call.k_scale, call.v_scale))
+    return jnp.where(valid[:, None, None], k, 0), jnp.where(valid[:, None, None], v, 0)
+
+
+@jax.jit
+def gather_indexer_k(call: GatherIndexerK) -> jax.Array:
+    """Indexer keys, dequantised; rows without a token are 0."""
+    rows, valid = _gathered(call)
+    (k,) = call.entry.decode(rows[:, 0], call.dtype)
     return jnp.where(valid[:, None], k, 0)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "total"))
-def gather_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total):
-    """Returns the bytes of entries, uint8 [total, (H,) nbytes]; rows without a token are 0."""
-    slots = ragged_slots(block_tables, cu_seq_lens, total=total, block_size=pages.block_size, seq_starts=seq_starts)
-    rows, valid = load_entries(buffer, pages, entry, slots, layer, dtype=jnp.uint8)
+@jax.jit
+def gather_entries(call: GatherEntries) -> jax.Array:
+    """The bytes of entries; rows without a token are 0."""
+    rows, valid = _gathered(call, jnp.uint8)
     found = jnp.where(valid[:, None, None], rows, 0)
-    return found[:, 0] if entry.one_head else found
+    return found[:, 0] if call.entry.one_head else found
 
 
-@partial(jax.jit, static_argnames=("pages", "entry"))
-def write_state(buffer, states, slots, layer, *, pages, entry):
-    """Stores states, by name [T, ...], at slots [T] of a layer; returns the new buffer."""
-    values = [states[name].reshape(slots.size, size) for name, size in entry.named_sizes.items()]
-    return store_entries(buffer, pages, entry, entry.encode(values)[:, None], slots, layer)
+@jax.jit
+def read_state(call: ReadState) -> dict[str, jax.Array]:
+    """States by name; those of slots outside the cache are 0."""
+    rows, valid = load_entries(call.buffer, call.pages, call.entry, call.slots, call.layer)
+    return call.entry.named([jnp.where(valid[:, None], x, 0) for x in call.entry.decode(rows[:, 0], None)])
 
 
-@partial(jax.jit, static_argnames=("pages", "entry"))
-def read_state(buffer, slots, layer, *, pages, entry):
-    """Returns the states, by name [T, ...], at slots [T] of a layer; those of slots outside the cache are 0."""
-    rows, valid = load_entries(buffer, pages, entry, slots, layer)
-    return entry.named([jnp.where(valid[:, None], x, 0) for x in entry.decode(rows[:, 0], None)])
+def _gathered(call: GatherCall, dtype=None) -> tuple[jax.Array, jax.Array]:
+    """The encoded entries [total, H, width] of runs of tokens, as elements of `dtype`, and which rows have a token."""
+    slots = ragged_slots(
+        call.block_tables,
+        call.cu_seq_lens,
+        total=call.total,
+        block_size=call.pages.block_size,
+        seq_starts=call.seq_starts,
+    )
+    return load_entries(call.buffer, call.pages, call.entry, slots, call.layer, dtype=dtype)

@@ -1,11 +1,12 @@
 """The operations on experts: the experts of each token, their feed-forwards, and products with float8 weights."""
 
-from functools import partial
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv_kernels.calls import GroupedSwiglu, ScaledLinear, SelectExperts
 from jaxkv_kernels.expert_groups import expert_groups, usual_rows
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.xla.paged import walk
@@ -18,16 +19,16 @@ SCORES = {
 """The scores of experts, from their logits [T, E]."""
 
 
-def select_experts(logits, bias, *, per_token, scoring, groups, groups_per_token, normalize, scale):
-    """The choices [T, K] of tokens with logits [T, E], and their weights."""
-    scores, leaders = SCORES[scoring](logits), 1 if scoring == "softmax" else 2
-    choice = scores if bias is None else scores + bias
-    if groups > 1:
-        grouped = choice.reshape(len(choice), groups, choice.shape[1] // groups)
-        kept = _best(lax.top_k(grouped, leaders)[0].sum(axis=-1), groups_per_token)
+def select_experts(call: SelectExperts) -> tuple[jax.Array, jax.Array]:
+    """Top-k routing: the choices [T, K] of tokens, and their weights."""
+    scores, leaders = SCORES[call.scoring](call.logits), 1 if call.scoring == "softmax" else 2
+    choice = scores if call.bias is None else scores + call.bias
+    if call.groups > 1:
+        grouped = choice.reshape(len(choice), call.groups, choice.shape[1] // call.groups)
+        kept = _best(lax.top_k(grouped, leaders)[0].sum(axis=-1), call.groups_per_token)
         choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
-    _, experts = lax.top_k(choice, per_token)
-    return experts, weights_of(scores, experts, normalize=normalize, scale=scale)
+    _, experts = lax.top_k(choice, call.per_token)
+    return experts, weights_of(scores, experts, normalize=call.normalize, scale=call.scale)
 
 
 def weights_of(scores, experts, *, normalize, scale) -> jax.Array:
@@ -50,18 +51,16 @@ MOST_RESULTS = 2**27
 """On other devices, the most results of all experts for some tokens that are in memory at once."""
 
 
-@partial(jax.jit, static_argnames=("limit", "alpha"))
-def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None, *, limit=None, alpha=None):
-    """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
-    kind = {"limit": limit, "alpha": alpha}
-    if shared is not None:
-        routed = grouped_swiglu(x, experts, weights, gate, up, down, biases=biases, **kind)
-        return routed + shared_swiglu(x, *shared, **kind)
-    if not experts.size:
-        return jnp.zeros_like(x)
+@jax.jit
+def grouped_swiglu(call: GroupedSwiglu) -> jax.Array:
+    """The sum of each token's experts, by their weights, and of the expert of all tokens: [T, D]."""
+    if call.shared is not None:
+        routed = grouped_swiglu(replace(call, shared=None))
+        return routed + shared_swiglu(call.x, *call.shared, call.limit, call.alpha)
+    if not call.experts.size:
+        return jnp.zeros_like(call.x)
     # XLA does not execute branches in parallel on GPUs: there, products of all experts take less time.
-    cpu, default = (partial(way, **kind) for way in (by_tiles, all_experts))
-    return lax.platform_dependent(x, experts, weights, gate, up, down, biases, cpu=cpu, default=default)
+    return lax.platform_dependent(call, cpu=by_tiles, default=all_experts)
 
 
 def shared_swiglu(x, gate, up, down, limit=None, alpha=None):
@@ -69,11 +68,12 @@ def shared_swiglu(x, gate, up, down, limit=None, alpha=None):
     return _swiglu("td,id->ti", "ti,di->td", x, gate, up, down, None, limit, alpha).astype(x.dtype)
 
 
-def by_tiles(x, experts, weights, gate, up, down, biases=None, limit=None, alpha=None):
+def by_tiles(call: GroupedSwiglu) -> jax.Array:
     """Tile by tile of tokens that chose the same expert: computes only what was chosen."""
+    x, gate, up, down, biases = call.x, call.gate, call.up, call.down, call.biases
     count = gate.shape[0]
-    tile = usual_rows(experts.size, count, min(len(x), MOST_ROWS))
-    groups = expert_groups(experts, count, tile=tile)
+    tile = usual_rows(call.experts.size, count, min(len(x), MOST_ROWS))
+    groups = expert_groups(call.experts, count, tile=tile)
     num_rows = groups.tokens.size
     # A tile may extend past its group and past all rows.  Later tiles overwrite what it stores there, or it is unused.
     rows = x[jnp.pad(groups.tokens, (0, tile))]
@@ -83,25 +83,26 @@ def by_tiles(x, experts, weights, gate, up, down, biases=None, limit=None, alpha
         tokens = lax.dynamic_slice_in_dim(rows, start, tile)
         own = None if biases is None else [bias[expert][None] for bias in biases]
         matrices = gate[expert], up[expert], down[expert]
-        result = _swiglu("td,id->ti", "ti,di->td", tokens, *matrices, own, limit, alpha)
+        result = _swiglu("td,id->ti", "ti,di->td", tokens, *matrices, own, call.limit, call.alpha)
         return lax.dynamic_update_slice_in_dim(results, result, start, axis=0)
 
     results = walk(0, groups.count, one, jnp.zeros(rows.shape, jnp.float32))
     known = groups.rows < num_rows
-    return jnp.where(known[..., None], results[groups.rows] * weights[..., None], 0).sum(axis=1).astype(x.dtype)
+    return jnp.where(known[..., None], results[groups.rows] * call.weights[..., None], 0).sum(axis=1).astype(x.dtype)
 
 
-def all_experts(x, experts, weights, gate, up, down, biases=None, limit=None, alpha=None):
+def all_experts(call: GroupedSwiglu) -> jax.Array:
     """Every token through every expert, for some tokens at a time: reads the weights as few times as possible."""
+    x, gate, up, down, biases = call.x, call.gate, call.up, call.down, call.biases
     count, width = gate.shape[0], x.shape[1]
-    chosen = experts[..., None] == jnp.arange(count, dtype=jnp.int32)
-    share = jnp.where(chosen, weights[..., None], 0).sum(axis=1)
+    chosen = call.experts[..., None] == jnp.arange(count, dtype=jnp.int32)
+    share = jnp.where(chosen, call.weights[..., None], 0).sum(axis=1)
     chosen = chosen.any(axis=1)
 
     def some(tokens):
         x, share, chosen = tokens
         own = None if biases is None else [bias[:, None] for bias in biases]
-        results = _swiglu("td,eid->eti", "eti,edi->etd", x, gate, up, down, own, limit, alpha)
+        results = _swiglu("td,eid->eti", "eti,edi->etd", x, gate, up, down, own, call.limit, call.alpha)
         # Select instead of multiplying by 0: an expert that is not chosen for a token may overflow to inf.
         return jnp.where(chosen.T[..., None], results * share.T[..., None], 0).sum(axis=0).astype(x.dtype)
 
@@ -139,8 +140,8 @@ def gated(gates, ups, limit, alpha) -> jax.Array:
 
 
 @jax.jit
-def scaled_linear(x, weight):
+def scaled_linear(call: ScaledLinear) -> jax.Array:
     """x [T, D] times the transpose of `weight` [I, D], with sums in float32."""
-    x, expanded = weight.operands(x)
+    x, expanded = call.weight.operands(call.x)
     precision = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum("td,id->ti", x, expanded, precision=precision)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv_kernels.triton.decode_mla import LatentConfig
+from jaxkv_kernels.triton.mla import LatentConfig
 from jaxkv_kernels.triton.splits import make_plan
 from support.cases import slow
 

@@ -12,6 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.calls import ScaledLinear
 from jaxkv_kernels.mosaic_gpu.experts.config import ALIGN, ExpertsConfig
 from jaxkv_kernels.mosaic_gpu.experts.e4m3 import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.experts.products import products
@@ -32,7 +33,7 @@ START = 4
 def scaled_linear(x, weight):
     """x [T, D] times the transpose of `weight` [I, D]."""
     if not 0 < len(x) <= MOST_TOKENS:
-        return by_xla(x, weight)
+        return by_xla(ScaledLinear(x=x, weight=weight))
     rows = min(-(-len(x) // ALIGN) * ALIGN, MOST_ROWS)
     config = configuration(ExpertsConfig(rows=rows, consumers=1))
     return _linear(x, weight, config=config, interpret=bool(interpreting.value))

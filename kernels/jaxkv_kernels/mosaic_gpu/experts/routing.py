@@ -19,6 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.calls import SelectExperts
 from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
@@ -47,7 +48,8 @@ def _select(logits, bias, *, interpret, **options):
         first = lax.axis_index("cta") * WARPS
         if interpret:
             *operands, ids_ref, weights_ref = refs
-            found = xla.select_experts(*(ref[...] for ref in operands), *[None] * (bias is None), **options)
+            all_logits, all_bias = (*(ref[...] for ref in operands), None)[:2]
+            found = xla.select_experts(SelectExperts(logits=all_logits, bias=all_bias, **options))
             for token in range(WARPS):
 
                 @pl.when(first + token < tokens)

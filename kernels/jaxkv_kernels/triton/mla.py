@@ -17,19 +17,23 @@ value exactly; the GPU converts two values per instruction (`halves` of `codecs.
 power of two per row, so that they are in the range of float16.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode
+from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
+from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.attention import (
     Config,
     EntryLoads,
     attend_tiles,
+    empty_reasons,
     load_range,
     next_power_of_two,
     padded_rows,
@@ -39,7 +43,14 @@ from jaxkv_kernels.triton.attention import (
 from jaxkv_kernels.triton.codecs import has_e4m3, in_halves, power_of_two_scale
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import capability, element_type, launch
-from jaxkv_kernels.triton.splits import Plan, combine, make_plan, multiprocessors, plan_requests
+from jaxkv_kernels.triton.splits import (
+    Plan,
+    batch_invariant_reasons,
+    combine,
+    make_plan,
+    multiprocessors,
+    plan_requests,
+)
 from jaxkv_kernels.triton.tiles import in_bytes, load_pieces
 from jaxkv_kernels.tuning import configuration
 
@@ -106,33 +117,106 @@ SMALLEST_EXPONENT = tl.constexpr(-100)
 """The smallest exponent of the powers of two that queries are divided by.  Rows of zeros get this one."""
 
 
-def plan_latents(block_tables, seq_lens, *, pages, entry, heads: int, q_len: int, window) -> Plan:
+LATENT, ROPE = 512, 64
+"""The largest parts of entries whose tiles fit in shared memory."""
+
+
+def unsupported_reasons(call: DecodeMLA) -> Iterator[str]:
+    """Reasons against a call of `decode_mla`."""
+    yield from empty_reasons(q_latent=call.q_latent, block_tables=call.block_tables)
+    yield from entry_reasons(call.entry)
+    yield from too_large(call.logit_cap)
+
+
+def sparse_unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
+    """Reasons against a call of `decode_mla_sparse`."""
+    if call.extra is not None:
+        yield "`extra`: supports one cache per call"
+    yield from empty_reasons(q_latent=call.q_latent, slots=call.slots)
+    yield from entry_reasons(call.entry)
+    yield from too_large(call.logit_cap)
+    yield from batch_invariant_reasons(call)
+
+
+def entry_reasons(entry: MLAEntry) -> Iterator[str]:
+    """Reasons against entries of these sizes."""
+    latent, rope = entry.sizes
+    if latent > LATENT or rope > ROPE:
+        yield f"entries of {latent} + {rope} values: supports at most {LATENT} + {ROPE}"
+
+
+def plan_latents(call: PlanDecode | DecodeMLA, heads: int, q_len: int) -> Plan:
     """The schedule of `decode_mla` for `heads` query heads and `q_len` query tokens per request."""
     rows = q_len * heads
-    config = latent_config(entry, rows, entry.dtype)
-    return plan_requests(config, block_tables, seq_lens, pages=pages, rows=rows, q_len=q_len, window=window)
+    return plan_requests(call, latent_config(call.entry, rows, call.entry.dtype), rows, q_len)
 
 
-def attend_latents(
-    q_latent, q_pe, buffer, table, seq_lens, layer, scale, kv_scale, sinks, plan: Plan,
-    *, pages, entry, logit_cap, window, table_block,
-):  # fmt: skip
-    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
+@jax.jit
+def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
+    """Attention to the tokens of each request: out [B, Q, Hq, R] and lse [B, Q, Hq]."""
+    _, q_len, heads, _ = call.q_latent.shape
+    if call.plan is None:
+        call = replace(call, plan=plan_latents(call, heads, q_len))
+    return _attend(call, call.pages.block_size)
 
-    `table` [B, M] holds the ids of blocks of `table_block` tokens: blocks of the cache, or slots if `table_block` is 1.
+
+@jax.jit
+def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
+    """Attention of each query token to its slots: out [B, Q, Hq, R] and lse [B, Q, Hq]."""
+    batch, q_len, heads, _ = call.q_latent.shape
+    requests, size = batch * q_len, call.slots.shape[-1]
+    config = latent_config(call.entry, heads, call.entry.dtype)
+    options = dict(
+        config=config, row_tiles=config.row_tiles(heads), q_len=1, window=None, longest=size, sms=multiprocessors()
+    )
+    if call.counts is None:
+        # All lengths are known at trace time, and therefore also the number of work tiles.
+        with jax.ensure_compile_time_eval():
+            lengths = jnp.full(requests, size, jnp.int32)
+            plan = make_plan(lengths, **options)
+            plan = replace(plan, work_tiles=plan.work_tiles[: int(plan.tiles_per_request.sum())])
+    else:
+        lengths = call.counts.reshape(requests)
+        plan = make_plan(lengths, **options)
+    of_tokens = DecodeMLA(
+        buffer=call.buffer,
+        pages=call.pages,
+        layer=call.layer,
+        entry=call.entry,
+        block_tables=call.slots.reshape(requests, size),
+        seq_lens=lengths,
+        scale=call.scale,
+        plan=plan,
+        logit_cap=call.logit_cap,
+        window=None,
+        q_latent=call.q_latent.reshape(requests, 1, heads, -1),
+        q_pe=call.q_pe.reshape(requests, 1, heads, -1),
+        kv_scale=call.kv_scale,
+    )
+    out, lse = _attend(of_tokens, 1, call.sinks)
+    return out.reshape(call.q_latent.shape), lse.reshape(batch, q_len, heads)
+
+
+def _attend(call: DecodeMLA, table_block: int, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Attention of a call with a plan.
+
+    Its `block_tables` have the ids of blocks of `table_block` tokens: blocks of the cache, or slots if that is 1.
     """
+    plan: Plan = call.plan
+    buffer, table, scale, q_latent = call.buffer, call.block_tables, call.scale, call.q_latent
     batch, q_len, heads, latent = q_latent.shape
     dtype = q_latent.dtype
-    config = latent_config(entry, q_len * heads, dtype)
+    config = latent_config(call.entry, q_len * heads, dtype)
     row_tiles, work_tiles = config.row_tiles(q_len * heads), plan.work_tiles.shape[0]
-    in_memory = in_bytes(pages, buffer.dtype.itemsize)
+    in_memory = in_bytes(call.pages, buffer.dtype.itemsize)
     one = (1,)
     split_shape = (work_tiles if plan.may_split else 1, q_len * heads)
     out, lse, split_out, split_lse = launch(
         _attend_latents,
         (
-            q_latent, q_pe, buffer, table, seq_lens, plan.work_tiles, jnp.reshape(layer, one), jnp.reshape(scale, one),
-            jnp.reshape(scale if kv_scale is None else kv_scale, one), scale if sinks is None else sinks,
+            q_latent, call.q_pe, buffer, table, call.seq_lens, plan.work_tiles, jnp.reshape(call.layer, one),
+            jnp.reshape(scale, one), jnp.reshape(scale if call.kv_scale is None else call.kv_scale, one),
+            scale if sinks is None else sinks,
         ),
         (
             jax.ShapeDtypeStruct(q_latent.shape, dtype),
@@ -141,8 +225,8 @@ def attend_latents(
             jax.ShapeDtypeStruct(split_shape, jnp.float32),
         ),
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
-        PAGES=in_memory, LOADS=_loads(entry, in_memory, config.columns, dtype), TABLE=table.shape[1],
-        TABLE_BLOCK=table_block, Q_LEN=q_len, HEADS=heads, ROW_TILES=row_tiles, CAP=logit_cap, WINDOW=window,
+        PAGES=in_memory, LOADS=_loads(call.entry, in_memory, config.columns, dtype), TABLE=table.shape[1],
+        TABLE_BLOCK=table_block, Q_LEN=q_len, HEADS=heads, ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window,
         SINKS=sinks is not None, CONFIG=config,
     )  # fmt: skip
     if plan.may_split:
@@ -235,50 +319,3 @@ def _attend_latents(
         acc, row_max, row_sum, out, lse, split_out, split_lse, sinks, index, request, is_split, line, live,
         line % HEADS, Q_LEN * HEADS, LATENT, SINKS,
     )  # fmt: skip
-
-
-@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window"))
-def decode_mla(
-    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, window
-):
-    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    if plan is None:
-        _, q_len, heads, _ = q_latent.shape
-        plan = plan_latents(block_tables, seq_lens, pages=pages, entry=entry, heads=heads, q_len=q_len, window=window)
-    return attend_latents(
-        q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, None, plan,
-        pages=pages, entry=entry, logit_cap=logit_cap, window=window, table_block=pages.block_size,
-    )  # fmt: skip
-
-
-@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "batch_invariant"))
-def decode_mla_sparse(
-    q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, extra=None,
-    *, pages, entry, logit_cap, batch_invariant=False,
-):  # fmt: skip
-    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P] to slots [B, Q, K].
-
-    Returns out [B, Q, Hq, R] and float32 lse [B, Q, Hq].
-    """
-    del extra, batch_invariant  # rejected
-    batch, q_len, heads, _ = q_latent.shape
-    requests, size = batch * q_len, slots.shape[-1]
-    config = latent_config(entry, heads, entry.dtype)
-    options = dict(
-        config=config, row_tiles=config.row_tiles(heads), q_len=1, window=None, longest=size, sms=multiprocessors()
-    )
-    if counts is None:
-        # All lengths are known at trace time, and therefore also the number of work tiles.
-        with jax.ensure_compile_time_eval():
-            lengths = jnp.full(requests, size, jnp.int32)
-            plan = make_plan(lengths, **options)
-            plan = replace(plan, work_tiles=plan.work_tiles[: int(plan.tiles_per_request.sum())])
-    else:
-        lengths = counts.reshape(requests)
-        plan = make_plan(lengths, **options)
-    one_query, one_pe = (x.reshape(requests, 1, heads, -1) for x in (q_latent, q_pe))
-    out, lse = attend_latents(
-        one_query, one_pe, buffer, slots.reshape(requests, size), lengths, layer, scale, kv_scale, sinks, plan,
-        pages=pages, entry=entry, logit_cap=logit_cap, window=None, table_block=1,
-    )  # fmt: skip
-    return out.reshape(q_latent.shape), lse.reshape(batch, q_len, heads)

@@ -9,16 +9,20 @@ What bounds it: memory bandwidth.  `kv_config` sizes tiles so that several progr
 flight.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.calls import DecodeKV, PlanDecode
+from jaxkv_kernels.formats.entries import KVEntry
+from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.triton.attention import (
     Config,
     EntryLoads,
     attend_tiles,
+    empty_reasons,
     join_columns,
     load_range,
     next_power_of_two,
@@ -74,35 +78,55 @@ def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
     return KVConfig(rows=padded_rows(rows, 64), keys=keys, warps=8 if rows > 32 else 4, stages=2, programs_per_sm=4)
 
 
-def plan_kv(block_tables, seq_lens, *, pages, entry, heads: int, q_len: int, window) -> Plan:
+HEAD_DIM = 512
+"""The largest keys and values whose tiles fit in shared memory."""
+
+
+def unsupported_reasons(call: DecodeKV) -> Iterator[str]:
+    """Reasons against a call."""
+    yield from empty_reasons(q=call.q, block_tables=call.block_tables)
+    yield from entry_reasons(call.entry, call.q.dtype)
+    yield from too_large(call.logit_cap)
+
+
+def entry_reasons(entry: KVEntry, dtype) -> Iterator[str]:
+    """Reasons against entries of this format and these sizes, with queries of `dtype`."""
+    if entry.format == "int8" and dtype == "float16":
+        # Weights are multiplied by the scales of values, which may be too small for float16.
+        yield "`q` of float16: supports bfloat16 and float32 with entries of format 'int8'"
+    if max(entry.sizes) > HEAD_DIM:
+        yield f"entries of {' + '.join(map(str, entry.sizes))} values: supports at most {HEAD_DIM} of each"
+
+
+def plan_kv(call: PlanDecode | DecodeKV, heads: int, q_len: int) -> Plan:
     """The schedule of `decode_kv` for `heads` query heads and `q_len` query tokens per request."""
-    rows = q_len * (heads // pages.num_heads)
-    config = kv_config(entry, rows, entry.dtype)
-    return plan_requests(config, block_tables, seq_lens, pages=pages, rows=rows, q_len=q_len, window=window)
+    rows = q_len * (heads // call.pages.num_heads)
+    return plan_requests(call, kv_config(call.entry, rows, call.entry.dtype), rows, q_len)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window"))
-def decode_kv(
-    q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, plan, *, pages, entry, logit_cap, window
-):
-    """Attention of queries q [B, Q, Hq, D]: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq].
+@jax.jit
+def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
+    """Attention to the tokens of each request: out [B, Q, Hq, Dv] and lse [B, Q, Hq].
 
     Query head i reads KV head i // (Hq / H).
     """
+    q, buffer, pages, entry, scale = call.q, call.buffer, call.pages, call.entry, call.scale
     batch, q_len, heads, _ = q.shape
-    if plan is None:
-        plan = plan_kv(block_tables, seq_lens, pages=pages, entry=entry, heads=heads, q_len=q_len, window=window)
+    plan = plan_kv(call, heads, q_len) if call.plan is None else call.plan
     rows = q_len * (heads // pages.num_heads)
     config = kv_config(entry, rows, q.dtype)
     row_tiles, work_tiles = pages.num_heads * config.row_tiles(rows), plan.work_tiles.shape[0]
     in_memory = in_bytes(pages, buffer.dtype.itemsize)
     loads = _loads(entry, in_memory, element_type(q.dtype), second_part(entry, pages, buffer.dtype.itemsize))
     one = (1,)
-    scales = [jnp.reshape(scale if x is None else x, (-1,)) for x in (k_scale, v_scale)]
+    scales = [jnp.reshape(scale if x is None else x, (-1,)) for x in (call.k_scale, call.v_scale)]
     split_shape = (work_tiles if plan.may_split else 1, q_len * heads)
     out, lse, split_out, split_lse = launch(
         _attend_kv,
-        (q, buffer, block_tables, seq_lens, plan.work_tiles, jnp.reshape(layer, one), jnp.reshape(scale, one), *scales),
+        (
+            q, buffer, call.block_tables, call.seq_lens, plan.work_tiles, jnp.reshape(call.layer, one),
+            jnp.reshape(scale, one), *scales,
+        ),
         (
             jax.ShapeDtypeStruct((batch, q_len, heads, entry.value_dim), q.dtype),
             jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
@@ -111,8 +135,8 @@ def decode_kv(
         ),
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
         PAGES=in_memory, LOADS=loads, SCALED=entry.codec.scaled,
-        SCALE_STEPS=tuple(int(x.size > 1) for x in scales), TABLE=block_tables.shape[1], Q_LEN=q_len, HEADS=heads,
-        ROW_TILES=row_tiles, CAP=logit_cap, WINDOW=window, CONFIG=config,
+        SCALE_STEPS=tuple(int(x.size > 1) for x in scales), TABLE=call.block_tables.shape[1], Q_LEN=q_len, HEADS=heads,
+        ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window, CONFIG=config,
     )  # fmt: skip
     if plan.may_split:
         out, lse = combine(out, lse, split_out, split_lse, plan)
