@@ -264,7 +264,7 @@ class CacheLayout:
         """ValueError if keys and values lie apart, and the entry is not just a key and a value of the same size."""
         if not strides.part:
             return
-        parts = [(part.name, part.nbytes) for part in self.entry.parts()]
+        parts = [(part.name, part.nbytes) for part in self.entry.fields()]
         if self.entry.split or [name for name, _ in parts] != ["K", "V"] or parts[0][1] != parts[1][1]:
             raise ValueError(
                 f"`strides.part` is {strides.part}: expected 0 for {self.entry}, as only keys and values of equal "

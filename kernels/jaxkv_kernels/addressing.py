@@ -22,7 +22,7 @@ from jax import lax
 
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry
-from jaxkv_kernels.formats.format import Part
+from jaxkv_kernels.formats.format import Field
 
 
 @dataclass(frozen=True)
@@ -428,7 +428,7 @@ def entry_runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:
         offsets = [pages.offset + part * pages.part_stride for part in range(pages.num_parts)]
         return [replace(pages, offset=offset, num_parts=1, part_stride=0) for offset in offsets]
 
-    def run(first: Part) -> Pages:
+    def run(first: Field) -> Pages:
         width = (first.step or 0) // itemsize
         return replace(pages, token_stride=width, width=width, offset=pages.offset + first.offset // itemsize)
 

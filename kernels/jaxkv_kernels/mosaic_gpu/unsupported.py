@@ -282,7 +282,7 @@ read_blocks = write_blocks = copy_blocks
 def write_state(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:
     """Reasons against a call that moves states: `write_state`, `read_state`."""
     pages, entry = options["pages"], options["entry"]
-    yield from _unaligned({f"array {part.name!r}": part.nbytes for part in entry.parts() if part.name != "padding"}, 1)
+    yield from _unaligned({f"array {part.name!r}": part.nbytes for part in entry.fields() if part.name != "padding"}, 1)
     yield from _unaligned(_steps(pages, ("layer", "token")), arrays["buffer"].dtype.itemsize)
     try:
         row_view(pages)

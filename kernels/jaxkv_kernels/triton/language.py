@@ -4,7 +4,7 @@ A kernel's file also has the reasons against calls, which `jaxkv.explain` report
 these files can be imported everywhere; their kernels only run with Triton.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 
 class _Absent:
@@ -17,8 +17,12 @@ class _Absent:
         return value
 
 
-try:
+if TYPE_CHECKING:
     import triton as triton
     import triton.language as tl
-except ImportError:
-    triton = tl = _Absent()
+else:
+    try:
+        import triton
+        import triton.language as tl
+    except ImportError:
+        triton = tl = _Absent()

@@ -76,7 +76,7 @@ def _arrays(entry, dtype):
     """(name, dtype, first element, length) of each array of a state, in elements of `dtype`, the buffer's."""
     return [
         (part.name, jnp.dtype(part.dtype), part.offset // dtype.itemsize, part.nbytes // dtype.itemsize)
-        for part in entry.parts()
+        for part in entry.fields()
     ]
 
 

@@ -70,7 +70,7 @@ class LatentTiles(Tiles):
     @property
     def scales_at(self) -> int:
         """The byte of an entry at which its scales begin."""
-        return next(part.offset for part in self.entry.parts() if part.name == "scales")
+        return next(part.offset for part in self.entry.fields() if part.name == "scales")
 
     @property
     def _swapped(self):

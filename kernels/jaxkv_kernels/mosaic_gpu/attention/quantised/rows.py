@@ -31,12 +31,12 @@ class RowTiles(KVTiles):
     @property
     def scales_at(self) -> int:
         """The byte of an entry at which its scales begin."""
-        return next(part.offset for part in self.entry.parts() if part.name == "K scales")
+        return next(part.offset for part in self.entry.fields() if part.name == "K scales")
 
     @property
     def values_at(self) -> int:
         """The byte of an entry at which its values begin."""
-        return next(part.offset for part in self.entry.parts() if part.name == "V")
+        return next(part.offset for part in self.entry.fields() if part.name == "V")
 
     @property
     def _words(self) -> int:
