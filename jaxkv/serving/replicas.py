@@ -1,12 +1,16 @@
 """Data parallel serving: one engine per device."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import override
+
+import jax
 
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.parallel.data_expert import DataExpertParallel
+from jaxkv.models.parallel.one_device import OneDevice
 from jaxkv.serving.base import EngineBase, ends_engine
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.lockstep import Lockstep
@@ -40,7 +44,7 @@ class Replicas(EngineBase):
             raise ValueError(f"`model` has `parallel` {found}: expected DataParallel; for others, use `Engine`")
         if "offload" in options:
             raise ValueError("`offload` is given: expected none, because several engines cannot share a pool")
-        self.engines = [Engine(replica, **options) for replica in model.parallel.replicas(model)]
+        self.engines = [Engine(replica, **options) for replica in _replicas(model)]
         self._lockstep = None
         if isinstance(model.parallel, DataExpertParallel):
             self._lockstep = Lockstep(model, model.parallel, self.engines)
@@ -95,6 +99,14 @@ class Replicas(EngineBase):
             self._lockstep.warm_up()
         else:
             list(self._threads.map(Engine.warm_up, self.engines))
+
+
+def _replicas(model: Model) -> Iterator[Model]:
+    """Yields, for each device of this process, a model on that device alone.  No weight is copied."""
+    arrays, structure = jax.tree.flatten(model.params)
+    for shards in zip(*(array.addressable_shards for array in arrays), strict=True):
+        params = jax.tree.unflatten(structure, [shard.data for shard in shards])
+        yield replace(model, params=params, parallel=OneDevice(shards[0].device))
 
 
 def _load(engine: Engine) -> int:
