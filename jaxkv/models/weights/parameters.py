@@ -124,3 +124,17 @@ def _mtp_names(config: ModelConfig, layer: int) -> set[str]:
     names = {name for weight in jax.tree.leaves(_layer(config, layer)) for name in weight.all_names()}
     names |= {f"{prefix}model.layers.{layer}.{name}.weight" for name in MTP}
     return names.union(*map(fp8.scale_names, names))
+
+
+def spellings(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
+    """The names that this module has for those of a checkpoint's `names` that are spelt in another way.
+
+    They are those of `Family.spellings`; and a head without an embedding is the embedding if config.json ties the two,
+    because weights that share memory are saved once.
+    """
+    family = FAMILIES[config.architecture]
+    own = {name: family.own_name(name) for name in names}
+    embed, head = family.prefix + EMBED, family.prefix + HEAD
+    if config.tie_word_embeddings and embed not in own.values():
+        own = {name: embed if new == head else new for name, new in own.items()}
+    return {name: new for name, new in own.items() if new != name}

@@ -12,8 +12,7 @@ import safetensors.numpy
 from data.models import forms
 from jaxkv import models
 from jaxkv.models.families import FAMILIES
-from jaxkv.models.weights.parameters import parameters, unused
-from jaxkv.models.weights.spellings import spellings
+from jaxkv.models.weights.parameters import parameters, spellings, unused
 from models.checkpoints.folders import RECORDED, configure, copied, rejects
 from models.checkpoints.published import FP8
 from support.recorded import model
