@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxkv.cache import KVCache
 from jaxkv.dispatch.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.layout.layout import CacheLayout
-from jaxkv.models.batch import Batch, Part
+from jaxkv.models.batch import Batch, SubBatch
 from jaxkv.models.compressed_cache import MAIN
 from jaxkv.models.config import CompressedAttention
 from jaxkv.models.layers import hyper, rope
@@ -78,16 +78,16 @@ def attention(
         cache, queries, see = _compress(model, config, weights, x, q_latent, per_head, cache, batch, layer)
     latent = window.entry.sizes[0]
 
-    def attend(part: Part, q, positions, *queries) -> jax.Array:
+    def attend(sub_batch: SubBatch, q, positions, *queries) -> jax.Array:
         first = jnp.maximum(positions - config.window + 1, 0)[..., None]
         seen = first + jnp.arange(config.window, dtype=jnp.int32)[None, None]
         return model.parallel.decode_mla_sparse(
             q[..., :latent],
             q[..., latent:],
             cache.view(window),
-            slots_for(part.tables["window"], seen, block_size=window.block_size),
+            slots_for(sub_batch.tables["window"], seen, block_size=window.block_size),
             counts=jnp.minimum(positions + 1, config.window),
-            extra=None if see is None else see(part, positions, *queries),
+            extra=None if see is None else see(sub_batch, positions, *queries),
             sinks=weights["sinks"],
             scale=config.head_dim**-0.5,
             **options,
@@ -102,7 +102,7 @@ def attention(
 
 
 See = Callable[..., ExtraCache]
-"""`see(part, positions, *queries)` returns the compressed entries that the query tokens of a part attend to."""
+"""`see(sub_batch, positions, *queries)` returns the compressed entries that its query tokens attend to."""
 
 
 def _compress(
@@ -137,9 +137,9 @@ def _write(cache: KVCache, layout: CacheLayout, entries, slots, **options) -> KV
     return written.view(cache.layout)
 
 
-def _all_entries(rate: int, entries: KVCache, layer, part: Part, positions) -> ExtraCache:
+def _all_entries(rate: int, entries: KVCache, layer, sub_batch: SubBatch, positions) -> ExtraCache:
     """All entries, of which each query token sees those that are complete."""
-    table, block_size = part.tables[MAIN], entries.layout.block_size
+    table, block_size = sub_batch.tables[MAIN], entries.layout.block_size
     numbers = jnp.arange(table.shape[1] * block_size, dtype=jnp.int32)
     slots = slots_for(table, jnp.broadcast_to(numbers, (len(table), len(numbers))), block_size=block_size)
     slots = jnp.broadcast_to(slots[:, None], (*positions.shape, len(numbers)))
@@ -155,13 +155,20 @@ def _index_queries(config: CompressedAttention, weights, x, q_latent, cos, sin) 
 
 
 def _best_entries(
-    config: CompressedAttention, entries: KVCache, keys: KVCache, options, part: Part, positions, q, head_weights
+    config: CompressedAttention,
+    entries: KVCache,
+    keys: KVCache,
+    options,
+    sub_batch: SubBatch,
+    positions,
+    q,
+    head_weights,
 ) -> ExtraCache:
     """The entries with the highest scores, which are in the same slots as their keys.
 
     Query tokens see different numbers of entries, and so each is scored as a request of its own.
     """
-    table, block_size, rate = part.tables[MAIN], keys.layout.block_size, config.csa_rate
+    table, block_size, rate = sub_batch.tables[MAIN], keys.layout.block_size, config.csa_rate
     max_len = table.shape[1] * block_size
     most = min(config.indexer.topk, max_len)
 
@@ -175,7 +182,7 @@ def _best_entries(
         return positions_to_slots(best, tables, block_size=block_size).reshape(*seen.shape, most)
 
     slots = in_query_chunks(
-        select, q, head_weights, part.seq_lens,
+        select, q, head_weights, sub_batch.seq_lens,
         token_bytes=logits_bytes_of_a_token(head_weights, max_len), most_bytes=LOGITS_BYTES,
     )  # fmt: skip
     return ExtraCache(entries, slots, options["layer"], counts=jnp.minimum((positions + 1) // rate, most))
@@ -278,16 +285,16 @@ def new_entries(
     new = {name: array.reshape(-1, array.shape[-1]) for name, array in new.items()}
     held = write_state(cache.view(rows), new, batch.slots_of(compressor.table, rows.block_size), **options)
     found, all_slots = [], []
-    for part, positions in zip(batch.parts, batch.divided(batch.positions), strict=True):
-        numbers, complete = compressor.closing(part.seq_lens, positions)
+    for sub_batch, positions in zip(batch.sub_batches, batch.divided(batch.positions), strict=True):
+        numbers, complete = compressor.closing(sub_batch.seq_lens, positions)
         places = compressor.rows_of(numbers)
-        slots = slots_for(part.tables[compressor.table], places, block_size=rows.block_size)
+        slots = slots_for(sub_batch.tables[compressor.table], places, block_size=rows.block_size)
         states = read_state(held, slots.reshape(-1), **options)
         values, gates = (states[name].reshape(*places.shape, -1) for name in ("kv", "gate"))
         entry = compressor.compress(weights, values, gates, places, eps)
         cos, sin = rope.angles(config.compressed_rope, config.rotary_dim, numbers * compressor.rate)
         entry = rope.rotate_last(entry, cos, sin).astype(x.dtype)
-        slots = slots_for(part.tables[MAIN], numbers, block_size=entries.block_size)
+        slots = slots_for(sub_batch.tables[MAIN], numbers, block_size=entries.block_size)
         found.append(entry.reshape(-1, entry.shape[-1]))
         all_slots.append(jnp.where(complete, slots, -1).reshape(-1))
     return held.view(cache.layout), jnp.concatenate(found), jnp.concatenate(all_slots)

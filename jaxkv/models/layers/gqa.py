@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.models.batch import Batch, Part
+from jaxkv.models.batch import Batch, SubBatch
 from jaxkv.models.config import GQA, ModelConfig
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers import rope
@@ -81,9 +81,9 @@ def attention(
     if windowed:
         options["window"] = config.window
 
-    def attend(part: Part, q) -> jax.Array:
-        plan = part.window_plan if windowed else part.plan
-        return model.parallel.decode_kv(q, cache, part.block_tables, part.seq_lens, plan=plan, **options)
+    def attend(sub_batch: SubBatch, q) -> jax.Array:
+        plan = sub_batch.window_plan if windowed else sub_batch.plan
+        return model.parallel.decode_kv(q, cache, sub_batch.block_tables, sub_batch.seq_lens, plan=plan, **options)
 
     out = batch.attend(attend, q)
     if gate is not None:

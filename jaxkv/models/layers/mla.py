@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.models.batch import Batch, Part
+from jaxkv.models.batch import Batch, SubBatch
 from jaxkv.models.config import MLA, Indexer, ModelConfig, Rope, Yarn
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers import rope
@@ -154,18 +154,20 @@ def _options(model: Model, layer) -> dict[str, Any]:
     return {"layer": layer, "implementation": model.implementation, **model.entry_scales(layer)}
 
 
-def _attend(model: Model, weights, cache: KVCache, part: Part, q_nope, q_pe, *, options) -> jax.Array:
-    """Values [B, Q, H, V] of the attention of one part to all cached tokens."""
-    index = part.block_tables, part.seq_lens
-    if part.expanded:
+def _attend(model: Model, weights, cache: KVCache, sub_batch: SubBatch, q_nope, q_pe, *, options) -> jax.Array:
+    """Values [B, Q, H, V] of the attention of one sub-batch to all cached tokens."""
+    index = sub_batch.block_tables, sub_batch.seq_lens
+    if sub_batch.expanded:
         up = weights["w_uk"], weights["w_uv"]
         return model.parallel.prefill_mla(q_nope, q_pe, *up, cache, *index, **options)
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
-    out = model.parallel.decode_mla(q_latent, q_pe, cache, *index, plan=part.plan, **options)
+    out = model.parallel.decode_mla(q_latent, q_pe, cache, *index, plan=sub_batch.plan, **options)
     return _expanded(out, weights, cache)
 
 
-def _attend_sparse(model: Model, weights, cache: KVCache, part: Part, q_nope, q_pe, slots, *, options) -> jax.Array:
+def _attend_sparse(
+    model: Model, weights, cache: KVCache, sub_batch: SubBatch, q_nope, q_pe, slots, *, options
+) -> jax.Array:
     """The same for the cached tokens in `slots` [B, Q, K]."""
     q_latent = product("bqhn,hnr->bqhr", q_nope, weights["w_uk"])
     out = model.parallel.decode_mla_sparse(q_latent, q_pe, cache, slots, **options)
@@ -218,8 +220,8 @@ def _select_slots(
     keys = cache.view(model.packed_layout(config, cache.layout.num_blocks, block_size)["indexer"])
     keys = write_indexer_k(keys, k.reshape(-1, config.head_dim), batch.slots, **options)
 
-    def select(part: Part, q, head_weights) -> jax.Array:
-        index, max_len = (part.block_tables, part.seq_lens), part.block_tables.shape[1] * block_size
+    def select(sub_batch: SubBatch, q, head_weights) -> jax.Array:
+        index, max_len = (sub_batch.block_tables, sub_batch.seq_lens), sub_batch.block_tables.shape[1] * block_size
         return model.parallel.select_slots(q, head_weights, keys, *index, config.topk, max_len=max_len, **options)
 
     slots = batch.attend(select, q, head_weights)
