@@ -12,8 +12,7 @@ from jaxkv.layout.layout import ORDERS, CacheLayout
 from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.models import compressed_cache
 from jaxkv.models.config import GQA, CompressedAttention, DeltaNet, Indexer, ModelConfig
-from jaxkv.models.parallel.base import Parallel
-from jaxkv.models.parallel.one_device import OneDevice
+from jaxkv.models.parallel.base import OneDevice, Parallel
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 
 STATE = "state"

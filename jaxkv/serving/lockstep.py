@@ -9,7 +9,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.cache import KVCache
 from jaxkv.models.model import Model
-from jaxkv.models.parallel.data_expert import DataExpertParallel
+from jaxkv.models.parallel.expert import DataExpertParallel
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.program import run_layers
 from jaxkv.serving.request import Request

@@ -8,9 +8,9 @@ from typing import override
 import jax
 
 from jaxkv.models.model import Model
+from jaxkv.models.parallel.base import OneDevice
 from jaxkv.models.parallel.data import DataParallel
-from jaxkv.models.parallel.data_expert import DataExpertParallel
-from jaxkv.models.parallel.one_device import OneDevice
+from jaxkv.models.parallel.expert import DataExpertParallel
 from jaxkv.serving.base import EngineBase, ends_engine
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.lockstep import Lockstep

@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxkv.dispatch.validate import positive_int
 from jaxkv.layout.layout import TokenShards
-from jaxkv.models.parallel.on_mesh import OnMesh
+from jaxkv.models.parallel.base import OnMesh
 from jaxkv.parallel import context
 
 

@@ -5,7 +5,7 @@ from typing import override
 
 import jax
 
-from jaxkv.models.parallel.on_mesh import OnMesh
+from jaxkv.models.parallel.base import OnMesh
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from jaxkv.dispatch.validate import FLOATS, float_dtype
 from jaxkv.models.config import CompressedAttention, ModelConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.model import Model
-from jaxkv.models.parallel.base import Parallel
-from jaxkv.models.parallel.one_device import OneDevice
+from jaxkv.models.parallel.base import OneDevice, Parallel
 from jaxkv.models.weights import entry_scales
 from jaxkv.models.weights.weight import Weight
 from jaxkv_kernels.formats.entries import IndexerEntry
