@@ -10,7 +10,7 @@ from jaxkv.cache import KVCache
 from jaxkv.dispatch.backends import Call, run
 from jaxkv.dispatch.validate import Dims, block_ids, check_cache, describe, int32, layer_index, positive_int
 from jaxkv.layout.layout import CacheLayout
-from jaxkv.offload.rows import read_rows
+from jaxkv.offload.transfers import read_rows
 from jaxkv.ops.slots import slots_for
 from jaxkv.ops.writes import write_mla
 from jaxkv_kernels.addressing.hot_map import HotMap

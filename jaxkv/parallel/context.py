@@ -5,6 +5,10 @@ The layout of a device's cache says which tokens it has: with `shards=jaxkv.Toke
 Each shard attends to its own tokens, and the partial results are merged by their log-sum-exps.  Shards differ by at
 most `interleave` tokens and shard 0 has the most, so one block table serves all of them: its blocks must hold
 `local_lengths(seq_len, shards=layout.shards, shard=0)` tokens.
+
+With DeepSeek V3.2's indexer, each device scores its own tokens, and attends to those of them that are among the best of
+all devices.  The calls are those of one device: `indexer_logits`, `select_topk`, `jaxkv.positions_to_slots`,
+`decode_mla_sparse`.
 """
 
 from functools import partial
