@@ -146,7 +146,8 @@ class Model:
 
         It is a multiple of the rates of compressed attention, and of the number of tokens that devices divide evenly.
         With states, it is the first, doubled until the entries of a block take as many bytes as the states of one, or
-        more.
+        more: states of Qwen3-Next-80B take 79 MB, as much as 3,220 tokens of its bf16 keys and values, and those of
+        Kimi-Linear-48B 45 MB, as much as 5,570 latents.
         """
         attention, recurrent = self.config.attention, self.config.recurrent
         rates = (attention.csa_rate, attention.hca_rate) if isinstance(attention, CompressedAttention) else ()

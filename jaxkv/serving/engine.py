@@ -55,7 +55,8 @@ class Engine(EngineBase):
     If the layout of the model's cache has several block tables, a request has blocks of each.  Blocks that lie before
     the window of their table are released while the request runs, and can still be found by their content.  A state
     (`StateEntry`) is stored where a step ends.  So that this is the end of a block, where other requests can use the
-    state, chunks end there too; and a step processes only one chunk of a request.
+    state, chunks end there too; and a step processes only one chunk of a request.  Choose `chunk` as long as a step may
+    take, and `max_chunks` as many as prompts should be prefilled together.
 
     Args:
       model: from `jaxkv.models.load`.

@@ -116,7 +116,7 @@ def _convert_weights(config: ModelConfig, attention: MLA, layer: dict[str, Any])
     return {**layer, "halves": tuple(map(scaled, layer["halves"]))}
 
 
-def _block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, None, jax.Array]:
+def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, None, jax.Array]:
     """The layer, whose attentions have the layers 2 * `layer` and 2 * `layer` + 1 of the cache."""
     config, total = model.config, model.parallel.total
     options: Any = config.attention
@@ -154,7 +154,7 @@ def _mixture(config: Experts, weights, x, parallel: Parallel) -> tuple[jax.Array
 LONGCAT_FLASH = Family(
     _read,
     _weights,
-    _block,
+    block,
     _convert_weights,
     unused=r"model\.mtp\..*|model\.layers\.[0-9]+\.mlp\.experts\.[0-9]+\.(gate|up)_proj\.weight",
 )

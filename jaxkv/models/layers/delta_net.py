@@ -1,5 +1,14 @@
 """A layer with the gated delta rule instead of attention (Gated DeltaNet, Kimi Delta Attention); its states are in the
 cache.
+
+A state is a matrix per value head, and the last tokens before a short convolution, in float32.  Block j of the table
+"state" (`Model.layout_with_states`) has the states of all recurrent layers after the last token of block j that was
+computed.  A step reads the state of the block with the request's last cached token, and writes that of the block with
+its own last token; ids of other blocks may be -1, so that a running request needs two blocks at most.  States are
+passed on between steps, not between rows: in a step, a request has one row.
+
+A block of a prompt whose state is kept is a prefix.  Another request continues from it if its tables have the same
+block of states, and the same blocks of keys and values up to it.
 """
 
 from typing import Any, NamedTuple
