@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 import jax
 
 import jaxkv
-from jaxkv.cli.options import add_entry_format, positive, seed
 from jaxkv.dispatch.validate import FLOATS
 from jaxkv.terminal.memory import nbytes, require_memory
+from jaxkv.terminal.options import add_entry_format, positive, seed
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
 from jaxkv.terminal.token_text import IdStream, TextStream, reported

@@ -22,10 +22,10 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.cli.options import positive, seed
 from jaxkv.fuzz.check import address_map
 from jaxkv.fuzz.fuzz import fuzz
 from jaxkv.terminal.formatting import counted
+from jaxkv.terminal.options import positive, seed
 from jaxkv.terminal.progress import progress
 
 LENGTHS = (0, 1, 63, 64, 65, 190)

@@ -1,7 +1,6 @@
 """What all commands share: options, mistakes, and how they end if a stream fails or on Ctrl-C."""
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -12,8 +11,8 @@ import jax
 import pytest
 
 import jaxkv
-from jaxkv.bench import timing
-from jaxkv.cli import COMMANDS, bench, demo, layout, main, verify
+from jaxkv.bench import ops, timing
+from jaxkv.cli import BENCHMARKS, COMMANDS, demo, layout, main, verify
 from jaxkv.terminal import files, memory, streams
 from support.cases import slow
 
@@ -22,31 +21,28 @@ HOSTILE = [
     *("-1", "0", "-0", "2147483648", "99999999999", "9" * 5000, "1.5", "1e400", "nan", "inf", "many", "", "\udcff"),
     *("/", "/dev/full", "/no/such", "/" + "x" * 300, "/etc/passwd/x", "../"),
 ]
+MODULES = COMMANDS | {f"bench {name}": module for name, module in BENCHMARKS.items()}
 REQUIRED = {
     "generate": ["--model", "/no/such"],
-    "parallel": ["context"],
-    **{command: ["/no/such"] for command in ("step", "ttft", "serve-bench")},
+    "bench parallel": ["context"],
+    **{f"bench {name}": ["/no/such"] for name in ("step", "ttft", "serve")},
 }
-
-
-def module(command):
-    return f"jaxkv.cli.{command.replace('-', '_')}"
 
 
 def options(command):
     """The options of a command that take a value."""
     parser = argparse.ArgumentParser()
-    importlib.import_module(module(command)).add_arguments(parser)
+    MODULES[command].add_arguments(parser)
     return [action for action in parser._actions if action.option_strings and action.nargs != 0]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", MODULES)
 def test_hostile_values_end_in_a_line(command, monkeypatch, capsys):
-    monkeypatch.setattr(f"{module(command)}.run", lambda args: 0)
+    monkeypatch.setattr(MODULES[command], "run", lambda args: 0)
     for option in options(command):
         for value in HOSTILE:
             with pytest.raises(SystemExit) as ended:
-                sys.exit(main([command, *REQUIRED.get(command, []), f"{option.option_strings[0]}={value}"]))
+                sys.exit(main([*command.split(), *REQUIRED.get(command, []), f"{option.option_strings[0]}={value}"]))
             *_, last = ["", *capsys.readouterr().err.splitlines()]
             rejected = last.startswith(f"jaxkv {command}: error: argument ")
             assert ended.value.code == (2 if rejected else 0), (option.option_strings, value)
@@ -56,10 +52,11 @@ def test_hostile_values_end_in_a_line(command, monkeypatch, capsys):
     "arguments",
     [
         *("demo --prompts 0", "demo --prompts 3 -1", "demo --tokens -1", "demo --blocks 0", "verify --seed -1"),
-        *("verify --calls -1", "verify --calls 0", "step x.json --tokens 99999999999", "step x.json --requests 0"),
+        *("verify --calls -1", "verify --calls 0", "bench step x.json --tokens 99999999999"),
+        *("bench step x.json --requests 0", "bench offload --heads 0", "bench ops --repeats -1"),
         *("generate --model x --max-tokens 0", "generate --model x --seed 4294967296", "layout --layers 0"),
-        *("parallel context --repeats 0", "parallel tensor --devices 0", "ttft x --rounds 0", "offload --heads 0"),
-        *("bench --repeats -1", "ttft x --prefix many", "layout --block-size 1.5"),
+        *("bench parallel context --repeats 0", "bench parallel tensor --devices 0", "bench ttft x --rounds 0"),
+        *("bench ttft x --prefix many", "layout --block-size 1.5"),
     ],
 )
 def test_numbers_have_bounds(arguments, capsys):
@@ -69,15 +66,43 @@ def test_numbers_have_bounds(arguments, capsys):
     assert " is not an integer from " in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "jaxkv: error: the following arguments are required: COMMAND"),
+        (["serve-bench"], "jaxkv: error: argument COMMAND: invalid choice: 'serve-bench' "),
+        (["bench"], "jaxkv bench: error: the following arguments are required: SUBCOMMAND"),
+        (["bench", "--json"], "jaxkv bench: error: the following arguments are required: SUBCOMMAND"),
+        (["bench", "decode_mla"], "jaxkv bench: error: argument SUBCOMMAND: invalid choice: 'decode_mla' "),
+        (["bench", "step"], "jaxkv bench step: error: the following arguments are required: config"),
+    ],
+)
+def test_a_command_that_is_missing_or_unknown_is_reported(arguments, line, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    usage, *_, last = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: jaxkv ")
+    assert last.startswith(line)
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_every_command_explains_its_options(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*command.split(), "--help"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: jaxkv {command} ")
+
+
 @pytest.mark.parametrize("load", ["0", "-1", "1e-300", "1e308", "5e-324", "nan", "inf", "much"])
 def test_loads_have_bounds(load, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["serve-bench", "x", f"--loads={load}"])
+        main(["bench", "serve", "x", f"--loads={load}"])
     assert stopped.value.code == 2
     assert f"'{load}' is not a number from 0.001 to 1000" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", MODULES)
 def test_numbers_are_bounded_by_the_shared_types(command):
     assert not [option.option_strings for option in options(command) if option.type is int]
 
@@ -122,8 +147,8 @@ def test_a_machine_without_a_device_is_reported(monkeypatch):
         raise AssertionError  # as jax.devices() does for some values of JAX_PLATFORMS
 
     monkeypatch.setattr(jax, "devices", devices)
-    with pytest.raises(SystemExit, match=r"^jaxkv bench: JAX has no device with JAX_PLATFORMS=.*`jaxkv doctor`"):
-        main(["bench"])
+    with pytest.raises(SystemExit, match=r"^jaxkv bench ops: JAX has no device with JAX_PLATFORMS=.*`jaxkv doctor`"):
+        main(["bench", "ops"])
 
 
 def test_sizes_beyond_the_memory_are_rejected_before_anything_is_allocated(monkeypatch):
@@ -131,8 +156,8 @@ def test_sizes_beyond_the_memory_are_rejected_before_anything_is_allocated(monke
     with pytest.raises(SystemExit, match=r"^jaxkv demo: two caches of 9000000 blocks: .* GB do not fit in memory"):
         main(["demo", "--blocks", "9000000"])
     model = str(FOLDER / "deepseek_v3")
-    with pytest.raises(SystemExit, match=r"^jaxkv step: .*/deepseek_v3, with a cache of 30000000 blocks of 64 "):
-        main(["step", model, "--requests", "30000000", "--tokens", "1"])
+    with pytest.raises(SystemExit, match=r"^jaxkv bench step: .*/deepseek_v3, with a cache of 30000000 blocks of 64 "):
+        main(["bench", "step", model, "--requests", "30000000", "--tokens", "1"])
     with pytest.raises(SystemExit, match=r"^jaxkv generate: --blocks 30000000, beside the weights: "):
         main(["generate", "--model", model, "--ids", "1", "--blocks", "30000000"])
 
@@ -145,9 +170,9 @@ TOO_LARGE = [
     *("offload --heads 5000000", "offload --requests 50000 --tokens 1 --heads 128", "offload --blocks 20000"),
     *("hot-rows --heads 2147483647", "hot-rows --requests 1000 --tokens 5000", "hot-rows --rows 10000000 --layers 1"),
     *("step MODEL --requests 1 --tokens 20000000 --new-tokens 20000000", "step MODEL --requests 100000 --tokens 1"),
-    *("ttft MODEL --prefix 1000000 --chunk 1000000", "serve-bench MODEL --chunk 2147483647 --max-chunks 1"),
-    *("serve-bench MODEL --max-chunks 30000000", "serve-bench MODEL --max-requests 100000 --prompt 1 --output 1"),
-    "serve-bench MODEL --prompt 100000 --output 1",
+    *("ttft MODEL --prefix 1000000 --chunk 1000000", "serve MODEL --chunk 2147483647 --max-chunks 1"),
+    *("serve MODEL --max-chunks 30000000", "serve MODEL --max-requests 100000 --prompt 1 --output 1"),
+    "serve MODEL --prompt 100000 --output 1",
 ]
 
 
@@ -155,7 +180,7 @@ TOO_LARGE = [
 def test_all_arrays_of_a_command_count(arguments, monkeypatch):
     monkeypatch.setattr("jaxkv.terminal.memory.device_memory", lambda device: LIMIT)
     with pytest.raises(SystemExit, match=r" GB do not fit in memory, cpu has 10.00 GB; take smaller sizes"):
-        main(arguments.replace("MODEL", str(FOLDER / "llama")).split())
+        main(["bench", *arguments.replace("MODEL", str(FOLDER / "llama")).split()])
 
 
 def test_a_container_limits_the_memory(monkeypatch, tmp_path):
@@ -192,10 +217,10 @@ class TestNothing:
 
     def test_no_shape_was_timed(self, monkeypatch, tmp_path):
         ceilings = timing.Ceilings(1e9, 1e9, 1e12)
-        monkeypatch.setattr(bench, "measure_ceilings", lambda device, *, repeats: ceilings)
+        monkeypatch.setattr(ops, "measure_ceilings", lambda device, *, repeats: ceilings)
         file = tmp_path / "bench.json"
-        with pytest.raises(SystemExit, match=r"^jaxkv bench: nothing was timed: write_kv: "):
-            main(["bench", "write_kv", "--implementation", "triton", "--json", str(file)])
+        with pytest.raises(SystemExit, match=r"^jaxkv bench ops: nothing was timed: write_kv: "):
+            main(["bench", "ops", "write_kv", "--implementation", "triton", "--json", str(file)])
         assert "reason" in json.loads(file.read_text())["rows"][0]
 
 

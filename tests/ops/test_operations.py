@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv.bench.suites import WORKLOADS
-from jaxkv.bench.workloads import FAMILIES
+from jaxkv.bench.workload import FAMILIES
 from jaxkv.fuzz.families import FAMILIES as FUZZED
 from jaxkv.ops import OPERATIONS
 from jaxkv.ops.samples import sample_cache

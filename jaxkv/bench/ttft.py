@@ -13,24 +13,21 @@ import time
 from functools import cache
 from pathlib import Path
 from statistics import median
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 import jaxkv
-from jaxkv.bench import shares
-from jaxkv.bench.kernel_times import KernelTimes, kernels_of
-from jaxkv.cli import random_models
-from jaxkv.cli.options import output_file, output_folder, positive
+from jaxkv.bench import random_models
+from jaxkv.bench.kernel_times import KernelTimes, describe_shares, kernels_of, shares
+from jaxkv.models import Model, fingerprint
 from jaxkv.offload import DiskPool, HostPool
+from jaxkv.serving import Engine
+from jaxkv.serving.table import TableKind, tables_of
 from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import size
-
-if TYPE_CHECKING:
-    from jaxkv.models import Model
-    from jaxkv.serving import Engine
-    from jaxkv.serving.table import TableKind
+from jaxkv.terminal.options import output_file, output_folder, positive
 
 PREFIX = 1024
 """The default length of the prefix, rounded up to whole chunks and blocks."""
@@ -78,9 +75,9 @@ def run(args: argparse.Namespace) -> int:
     for name, times in ms.items():
         print(f"{name:7}{median(times):10.2f} ms ({min(times):.2f} to {max(times):.2f})")
     cold = median(ms["cold"]) / 1e3
-    divided = shares.shares(kernels.kernels, cold) if kernels else {}
+    divided = shares(kernels.kernels, cold) if kernels else {}
     if divided:
-        print(f"cold: {shares.described(divided, cold)}")
+        print(f"cold: {describe_shares(divided, cold)}")
     wrong = [
         f"{name}, round {number}: {case.found} tokens found, then {case.tokens} drawn; cold {cases['cold'].tokens}"
         for number, cases in enumerate(rounds, 1)
@@ -100,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
-def _prefix(args: argparse.Namespace, model: "Model") -> int:
+def _prefix(args: argparse.Namespace, model: Model) -> int:
     """Tokens of the prefix.  ValueError if they are not whole chunks and blocks, or if `--disk` cannot be made."""
     unit = math.lcm(model.usual_block_size, args.chunk)
     prefix = args.prefix or -(-PREFIX // unit) * unit
@@ -119,14 +116,12 @@ def _prefix(args: argparse.Namespace, model: "Model") -> int:
     return prefix
 
 
-def _tables(model: "Model") -> "tuple[TableKind, ...]":
+def _tables(model: Model) -> tuple[TableKind, ...]:
     """The block tables of a request."""
-    from jaxkv.serving.table import tables_of
-
     return tables_of(model.layout(1), model.usual_block_size)
 
 
-def _num_blocks(model: "Model", prefix: int) -> int:
+def _num_blocks(model: Model, prefix: int) -> int:
     """Blocks of a request in all its tables, those that expire included: none is evicted before it is found again."""
     return sum(table.up_to(prefix + NEW_TOKENS) for table in _tables(model))
 
@@ -134,9 +129,7 @@ def _num_blocks(model: "Model", prefix: int) -> int:
 class Bench:
     """A model, with host and disk pools that outlive its engines."""
 
-    def __init__(self, model: "Model", prefix: int, chunk: int, order: str, folder: Path):
-        from jaxkv.models import fingerprint
-
+    def __init__(self, model: Model, prefix: int, chunk: int, order: str, folder: Path):
         self._model, self._prefix, self._chunk, self._order = model, prefix, chunk, order
         self._num_blocks = _num_blocks(model, prefix)
         self._layout = model.layout(self._num_blocks, order=order)
@@ -181,10 +174,8 @@ class Bench:
     def _pool(self) -> HostPool:
         return HostPool(self._layout, 2 * self._num_blocks, disk=self._disk)
 
-    def _engine(self, host: HostPool) -> "Engine":
+    def _engine(self, host: HostPool) -> Engine:
         """A new engine with an empty cache."""
-        from jaxkv.serving import Engine
-
         sizes = {
             "num_blocks": self._num_blocks,
             "chunk": self._chunk,
@@ -197,7 +188,7 @@ class Bench:
         return engine
 
 
-def _served(engine: "Engine", prompt: list[int]) -> Case:
+def _served(engine: Engine, prompt: list[int]) -> Case:
     before, start = engine.prefix_stats.found, time.perf_counter()
     request = engine.submit(prompt, max_tokens=NEW_TOKENS, stop=())
     while not request.generated:

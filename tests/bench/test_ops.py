@@ -10,14 +10,13 @@ import pytest
 from jax import lax
 
 import jaxkv
-from jaxkv.bench import chains, timing
+from jaxkv.bench import ops, timing
 from jaxkv.bench import workload as workload_module
 from jaxkv.bench.inputs import PATTERN_BLOCKS, arguments, filled, inputs
 from jaxkv.bench.kernel_times import KernelTimes
-from jaxkv.bench.programs import Measured, Program
+from jaxkv.bench.program import Measured, Program
 from jaxkv.bench.suites import WORKLOADS
-from jaxkv.bench.workloads import workload
-from jaxkv.cli import bench
+from jaxkv.bench.workload import workload
 from jaxkv_kernels.mosaic_gpu.runtime import stamp
 from support.hopper import kernel_operands, read_early
 
@@ -28,13 +27,13 @@ CEILINGS = timing.Ceilings(4.5e12, 4e12, 8e14)
 @pytest.fixture
 def quick(monkeypatch):
     monkeypatch.setattr(timing, "CPU_SECONDS", 1e-3)
-    monkeypatch.setattr(bench, "measure_ceilings", lambda device, *, repeats: CEILINGS)
+    monkeypatch.setattr(ops, "measure_ceilings", lambda device, *, repeats: CEILINGS)
 
 
 def bench_args(*arguments):
-    parser = argparse.ArgumentParser(prog="jaxkv bench")
-    bench.add_arguments(parser)
-    return parser.parse_args(arguments, argparse.Namespace(argv=["bench", *arguments]))
+    parser = argparse.ArgumentParser(prog="jaxkv bench ops")
+    ops.add_arguments(parser)
+    return parser.parse_args(arguments, argparse.Namespace(argv=["bench", "ops", *arguments]))
 
 
 @pytest.mark.parametrize("name", ["decode_mla-128x16x1x8192-1-fp8", "decode_kv-64x64x1x4096-61-fp8"])
@@ -148,8 +147,7 @@ STAMP = 2e-6
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    for module in (timing, chains):
-        monkeypatch.setattr(module, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     return clock
 
 
@@ -215,9 +213,9 @@ def test_a_chain_that_takes_no_time_is_reported(monkeypatch):
 @pytest.mark.parametrize(("seconds", "by_host", "expected"), [(3, 3.1, 3), (5, 5.1, 5.1 * 3 / 4)])
 def test_timestamps_restart(monkeypatch, seconds, by_host, expected):
     stamped(monkeypatch, iter([2**31 - 1, 2**31 - 1 + seconds * 10**9]).__next__)
-    monkeypatch.setattr(chains, "time", SimpleNamespace(perf_counter=iter([7.0, 7.0 + by_host]).__next__))
+    monkeypatch.setattr(timing, "time", SimpleNamespace(perf_counter=iter([7.0, 7.0 + by_host]).__next__))
     zero = jnp.int32(0)
-    chain = chains.ByDevice(lambda i, carry, fixed: carry + 1, zero, (), ahead=1, calls=3)
+    chain = timing.ByDevice(lambda i, carry, fixed: carry + 1, zero, (), ahead=1, calls=3)
     chain.compile()
     carry, found = chain.run(zero, (), 1)
     assert carry == 4
@@ -276,7 +274,7 @@ NAMES = ("write_indexer_k-2x4096-4", "indexer_logits-2x16x1x4096-4")
 def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     file = tmp_path / "bench.json"
     options = ("--implementation", "xla", "--repeats", "2", "--json", str(file))
-    assert bench.run(bench_args("--shape", *NAMES, *options)) == 0
+    assert ops.run(bench_args("--shape", *NAMES, *options)) == 0
     header, ceilings, _, headings, *lines = capsys.readouterr().out.splitlines()
     assert header.startswith(jax.devices()[0].device_kind)
     assert "4500.0 GB/s" in ceilings
@@ -284,7 +282,7 @@ def test_the_command_prints_a_table_and_writes_json(tmp_path, capsys):
     assert [line.split()[0] for line in lines] == list(NAMES)
     assert {len(line) for line in lines} == {len(headings)}
     recorded = json.loads(file.read_text())
-    assert recorded["command"] == " ".join(["jaxkv", "bench", "--shape", *NAMES, *options])
+    assert recorded["command"] == " ".join(["jaxkv", "bench", "ops", "--shape", *NAMES, *options])
     assert recorded["ceilings"] == {"read": 4.5e12, "copy": 4e12, "matmul": 8e14}
     row = recorded["rows"][1]
     assert row["layers"] == 4
@@ -320,23 +318,23 @@ def test_rows_are_out_before_the_next_shape_is_timed(monkeypatch, tmp_path, caps
                 raise KeyboardInterrupt
             return super().measure(repeats=repeats)
 
-    monkeypatch.setattr(bench, "Program", Interrupted)
+    monkeypatch.setattr(ops, "Program", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        bench.run(bench_args("decode_mla", "--suite", "cpu", "--json", str(file)))
+        ops.run(bench_args("decode_mla", "--suite", "cpu", "--json", str(file)))
     assert capsys.readouterr().out.splitlines()[-1].startswith("decode_mla-2x16x1x2048-1 ")
     assert [row["shape"] for row in json.loads(file.read_text())["rows"]] == ["decode_mla-2x16x1x2048-1"]
 
 
 @pytest.mark.usefixtures("quick")
 def test_the_cost_of_the_layout_is_printed(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "Program", Stub)
+    monkeypatch.setattr(ops, "Program", Stub)
     names = ["decode_mla-2x16x1x2048-1", "decode_mla-2x16x1x2048-4", "decode_mla-4x16x2x1024v-4"]
-    assert bench.run(bench_args("--shape", *names)) == 0
+    assert ops.run(bench_args("--shape", *names)) == 0
     *_, heading, line = capsys.readouterr().out.splitlines()
     assert "packed" in heading
     assert line.split() == [names[1], "2.000,", "kernels", "2.000"]
     names = [f"decode_mla-64x16x1x4096-{which}" for which in ("1", "61", "61-packed", "61-padded", "1-fp8", "61-fp8")]
-    assert bench.run(bench_args("--shape", *names)) == 0
+    assert ops.run(bench_args("--shape", *names)) == 0
     lines = capsys.readouterr().out.split("one packed layer:\n")[1].splitlines()
     assert [line.split()[0] for line in lines] == [name for name in WORKLOADS if name in names and "-61" in name]
 
@@ -346,9 +344,9 @@ def test_a_rejected_shape_shows_its_reason(monkeypatch, capsys):
     def refuse(workload, *, implementation):
         raise NotImplementedError("write_kv: none of the requested implementations supports this call (other: 3 heads)")
 
-    monkeypatch.setattr(bench, "Program", refuse)
+    monkeypatch.setattr(ops, "Program", refuse)
     with pytest.raises(ValueError, match="nothing was timed: write_kv: none of the requested implementations supports"):
-        bench.run(bench_args("write_kv", "--suite", "cpu"))
+        ops.run(bench_args("write_kv", "--suite", "cpu"))
     assert (
         "not run: write_kv: none of the requested implementations supports this call (other: 3 heads)"
         in capsys.readouterr().out
@@ -357,8 +355,8 @@ def test_a_rejected_shape_shows_its_reason(monkeypatch, capsys):
 
 @pytest.mark.usefixtures("quick")
 def test_the_table_is_aligned_and_at_most_150_columns(monkeypatch, capsys):
-    monkeypatch.setattr(bench, "Program", Stub)
-    assert bench.run(bench_args("--shape", *WORKLOADS)) == 0
+    monkeypatch.setattr(ops, "Program", Stub)
+    assert ops.run(bench_args("--shape", *WORKLOADS)) == 0
     table = capsys.readouterr().out.split("\n\n")[1].splitlines()
     assert len(table) == len(WORKLOADS) + 1
     assert len({len(line) for line in table}) == 1
@@ -384,7 +382,7 @@ def test_misuse_is_reported_with_the_names_that_exist(arguments, listed, capsys)
 
 
 def test_having_no_shape_in_common_is_reported(capsys):
-    assert bench.run(bench_args("decode_kv", "--suite", "peers")) == 2
+    assert ops.run(bench_args("decode_kv", "--suite", "peers")) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "decode_kv --suite peers" in line
     assert "decode_kv-64x64x1x4096-61" in line

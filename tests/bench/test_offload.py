@@ -1,4 +1,4 @@
-"""`jaxkv offload`: what it prints, and that the blocks it times are really moved."""
+"""`jaxkv bench offload`: what it prints, and that the blocks it times are really moved."""
 
 import json
 
@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from jaxkv import offload
+from jaxkv.bench import offload as command
 from jaxkv.cli import main
-from jaxkv.cli import offload as command
 
 SMALL = ["--layers", "2", "--blocks", "16", "--requests", "2", "--tokens", "100", "--heads", "2", "--repeats", "1"]
 
@@ -19,7 +19,7 @@ def brief(monkeypatch):
 
 def test_rates_and_steps_are_printed(capsys, tmp_path):
     file = tmp_path / "numbers.json"
-    assert main(["offload", *SMALL, "--json", str(file)]) == 0
+    assert main(["bench", "offload", *SMALL, "--json", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     starts = (
         "cpu, jax ",
@@ -52,7 +52,7 @@ def test_all_blocks_are_stored_and_loaded(monkeypatch):
         return cache
 
     monkeypatch.setattr(offload.HostPool, "load", counted)
-    main(["offload", *SMALL])
+    main(["bench", "offload", *SMALL])
     assert counts == [16] * 4  # two orders, the first time and once more
 
 
@@ -67,5 +67,5 @@ def test_the_large_array_is_timed_once_its_memory_is_warm(monkeypatch):
 @pytest.mark.parametrize("wrong", ["0", "-3", "many"])
 def test_sizes_are_positive(wrong, capsys):
     with pytest.raises(SystemExit):
-        main(["offload", "--blocks", wrong])
+        main(["bench", "offload", "--blocks", wrong])
     assert f"'{wrong}' is not an integer from 1 to " in capsys.readouterr().err

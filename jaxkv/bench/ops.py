@@ -13,7 +13,6 @@ Each row is one call on random data with shuffled blocks.
 """
 
 import argparse
-import math
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -26,28 +25,19 @@ import jax.numpy as jnp
 import jaxlib
 
 import jaxkv
-from jaxkv.bench.programs import Program
-from jaxkv.bench.sparse_step import SparseStep, measure
+from jaxkv.bench import sparse_step, tuning
+from jaxkv.bench.program import Program
 from jaxkv.bench.suites import SUITES, WORKLOADS
 from jaxkv.bench.timing import Ceilings, measure_ceilings
-from jaxkv.bench.tuning import Trial, configurations, search
-from jaxkv.bench.workload import Workload
-from jaxkv.bench.workloads import FAMILIES
-from jaxkv.cli.options import output_file, positive
+from jaxkv.bench.workload import FAMILIES, Workload
 from jaxkv.terminal.files import when_and_how, write_json
-from jaxkv.terminal.formatting import size
 from jaxkv.terminal.memory import device_memory
+from jaxkv.terminal.options import output_file, positive
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
 
 MEMORY_FRACTION = 0.6
 """The fraction of the device's memory that a cache may use.  If not all layers fit, fewer are timed."""
-
-STEP_MEMORY_FRACTION = 0.93
-"""The same for `--sparse-step`, which has no second cache."""
-
-SMALL_STEP = SparseStep(requests=2, tokens=1024, layers=4, heads=16, indexer_heads=16, chosen=256)
-"""What `--sparse-step` times on CPUs."""
 
 BATCH = 8
 """Shapes that are compiled before any of them is timed.  Lowering and compiling overlap, but not with timing."""
@@ -102,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
         names = ", ".join(
             name for name, w in WORKLOADS.items() if not args.operations or w.operation in args.operations
         )
-        notice(f"jaxkv bench: no shape matches {selection}: expected some of {names}")
+        notice(f"jaxkv bench ops: no shape matches {selection}: expected some of {names}")
         return 2
     about: dict[str, Any] = {
         **when_and_how(args.argv),
@@ -114,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     print("{device}, jax {versions[jax]}, jaxlib {versions[jaxlib]}, jaxkv {versions[jaxkv]}".format(**about))
     if args.tune:
         limit = int(MEMORY_FRACTION * device_memory(device))
-        return _tune([workload.fitted(limit) for workload in workloads], args, about)
+        return tuning.tune([workload.fitted(limit) for workload in workloads], args, about)
     ceilings = measure_ceilings(device, repeats=args.repeats)
     about["ceilings"] = asdict(ceilings)
     print(
@@ -122,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     )
     print(f"bf16 products {ceilings.matmul / 1e12:.2f} TFLOP/s\n")
     if args.sparse_step:
-        return _sparse_step(args, about, device, ceilings)
+        return sparse_step.report(args, about, device, ceilings)
     width = max(len(workload.name) for workload in workloads)
     print(_line("shape", width, [heading for heading, *_ in COLUMNS]), flush=True)
     rows: list[dict[str, Any]] = []
@@ -137,28 +127,6 @@ def run(args: argparse.Namespace) -> int:
         print("\nmany layers in one buffer / one packed layer:")
         for shape, ms, kernel_ms in ratios:
             print(f"{shape.ljust(width)} {ms:.3f}" + (f", kernels {kernel_ms:.3f}" if kernel_ms else ""))
-    return 0
-
-
-def _sparse_step(args, about: dict[str, Any], device: jax.Device, ceilings: Ceilings) -> int:
-    """Prints the times of a step's layers, of their kernels and of their limits."""
-    wanted = SMALL_STEP if device.platform == "cpu" else SparseStep()
-    step = wanted.fitted(int(STEP_MEMORY_FRACTION * device_memory(device)))
-    found, limits = measure(step, repeats=args.repeats, implementation=args.implementation), step.limits(ceilings)
-    print(
-        f"DeepSeek V3.2's attention of {step.requests} requests x {step.tokens:,} tokens with {step.heads} heads, in "
-        f"{step.layers} layers of one cache of {size(found.cache_nbytes)} (and {size(found.temporary_nbytes)})"
-    )
-    print(f"us per layer: burst {1e6 * found.burst:.2f}, sustained {1e6 * found.sustained:.2f}", end="")
-    print(f", the sum of limits {1e6 * sum(limits.values()):.2f}\n\n   limit")
-    for operation, seconds in limits.items():
-        print(f"{1e6 * seconds:8.2f} {operation}")
-    if found.kernels:
-        print(f"\nkernels: {1e6 * sum(kernel.seconds for kernel in found.kernels):.2f}")
-    for kernel in found.kernels or ():
-        print(f"{1e6 * kernel.seconds:8.2f} {kernel.name} ({kernel.per_layer:g} per layer)")
-    if args.json:
-        write_json(args.json, {**about, "step": asdict(step), "limits": limits, "seconds_per_layer": asdict(found)})
     return 0
 
 
@@ -259,59 +227,3 @@ def _ratios(rows: list[dict[str, Any]]) -> list[tuple[str, float, float | None]]
             kernels = row["kernel_ms"] / one["kernel_ms"] if one["kernel_ms"] and row["kernel_ms"] else None
             found.append((row["shape"], row["ms"] / one["ms"], kernels))
     return found
-
-
-def _tune(workloads: list[Workload], args: argparse.Namespace, about: dict[str, Any]) -> int:
-    """Searches for the best configurations of the kernels that the shapes run (`--tune`).
-
-    Prints a line per trial, and the best configuration.  ValueError if no selected shape runs a tunable kernel."""
-    rows: list[dict[str, Any]] = []
-    for workload in workloads:
-        for default in _configurations(workload, args.implementation):
-            print(f"{workload.name}, {type(default).__name__}")
-            trials = list(_trials(workload, default, args))
-            best = min(trials, key=lambda trial: trial.seconds or math.inf)
-            if best.seconds is not None:
-                print(f"best: {_difference(best.config, default) or 'the default'}\n", flush=True)
-            rows += [
-                {"shape": workload.name, "config": _fields(trial.config), "seconds": trial.seconds,
-                 "reason": trial.reason, "best": trial is best}
-                for trial in trials
-            ]  # fmt: skip
-            if args.json:
-                write_json(args.json, {**about, "trials": rows})
-    if not rows:
-        raise ValueError("no selected shape runs attention on mosaic_gpu or triton, whose kernels can be tuned")
-    return 0
-
-
-def _configurations(workload: Workload, implementation: str | None) -> list[Any]:
-    try:
-        return configurations(lambda: Program(workload, implementation=implementation))
-    except NotImplementedError as error:
-        print(f"{workload.name} not run: {str(error).splitlines()[0]}", flush=True)
-        return []
-
-
-def _trials(workload: Workload, default: Any, args: argparse.Namespace) -> Iterator[Trial]:
-    """The trials, each printed as it ends."""
-
-    def seconds(config: Any) -> float:
-        program = Program(workload, implementation=args.implementation).compile()
-        return program.measure(repeats=args.repeats).timing.median
-
-    for trial in search(default, seconds):
-        changed = _difference(trial.config, default) or "default"
-        figure = trial.reason if trial.seconds is None else f"{trial.seconds * 1e3:.4f} ms"
-        print(f"  {figure}  {changed}", flush=True)
-        yield trial
-
-
-def _difference(config: Any, default: Any) -> str:
-    """The fields in which `config` differs from `default`, written as keyword arguments."""
-    fields = [name for name in type(default).SEARCH if getattr(config, name) != getattr(default, name)]
-    return ", ".join(f"{name}={getattr(config, name)!r}" for name in fields)
-
-
-def _fields(config: Any) -> dict[str, Any]:
-    return {"type": f"{type(config).__module__}.{type(config).__name__}", **asdict(config)}

@@ -18,11 +18,11 @@ from jax import lax
 import jaxkv
 from jaxkv import offload
 from jaxkv.bench.inputs import attention_nbytes
+from jaxkv.bench.offload import large_rates
 from jaxkv.bench.timing import Chain
-from jaxkv.cli.offload import large_rates
-from jaxkv.cli.options import Sizes, add_sizes, output_file, with_defaults
 from jaxkv.terminal.files import when_and_how, write_json
 from jaxkv.terminal.memory import require_memory
+from jaxkv.terminal.options import Sizes, add_sizes, output_file, with_defaults
 
 BLOCK_SIZE = 64
 ENTRY = jaxkv.MLAEntry("fp8_ds_mla")

@@ -1,4 +1,4 @@
-"""`jaxkv hot-rows`: what it prints, that wrong results are found, and that tokens are hit as often as it says."""
+"""`jaxkv bench hot-rows`: what it prints, that wrong results are found, and that tokens are hit as often as it says."""
 
 import json
 from dataclasses import replace
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from jaxkv import offload
+from jaxkv.bench import hot_rows as command
 from jaxkv.bench import timing
-from jaxkv.cli import hot_rows as command
 from jaxkv.cli import main
 
 SMALL = ["--tokens", "384", "--selected", "20", "--rows", "64", "--heads", "2"]
@@ -25,7 +25,7 @@ def brief(monkeypatch):
 
 def test_times_are_printed(capsys, tmp_path):
     file = tmp_path / "numbers.json"
-    assert main(["hot-rows", *SMALL, "--json", str(file)]) == 0
+    assert main(["bench", "hot-rows", *SMALL, "--json", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     starts = "cpu, jax ", "one large array to the device ", "50% hits: ", "75% hits: ", "2 calls have the same bits"
     assert [line.startswith(start) for line, start in zip(lines, starts, strict=True)] == [True] * 5
@@ -43,7 +43,7 @@ def test_wrong_rows_are_found(capsys, monkeypatch):
         return replace(hot, cache=replace(hot.cache, buffer=buffer)), slots
 
     monkeypatch.setattr(offload.HotRows, "fetch", first_one_wrong)
-    assert main(["hot-rows", *SMALL]) == 1
+    assert main(["bench", "hot-rows", *SMALL]) == 1
     assert "DIFFERS" in capsys.readouterr().out
 
 
@@ -60,5 +60,7 @@ def test_windows_of_positions_share_as_many_as_are_hits(monkeypatch):
 
 
 def test_sizes_at_which_rows_would_keep_tokens(capsys):
-    with pytest.raises(SystemExit, match=r"jaxkv hot-rows: 38 calls at 75% hits select 190 tokens: expected at least"):
-        main(["hot-rows", *SMALL, "--rows", "192"])
+    with pytest.raises(
+        SystemExit, match=r"jaxkv bench hot-rows: 38 calls at 75% hits select 190 tokens: expected at least"
+    ):
+        main(["bench", "hot-rows", *SMALL, "--rows", "192"])

@@ -5,21 +5,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jaxlib
 from jax.sharding import Sharding
 
 import jaxkv
-from jaxkv.cli.options import add_entry_format
+from jaxkv import models
+from jaxkv.models import Model, ModelConfig
+from jaxkv.models.parallel.base import Parallel
 from jaxkv.terminal.files import when_and_how
 from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.memory import nbytes, require_memory
-
-if TYPE_CHECKING:
-    from jaxkv.models import Model, ModelConfig
-    from jaxkv.models.parallel.base import Parallel
+from jaxkv.terminal.options import add_entry_format
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,14 +30,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
 
 
-def described_model(args: argparse.Namespace, parallel: "Parallel | None" = None) -> "Model":
+def described_model(args: argparse.Namespace, parallel: Parallel | None = None) -> Model:
     """The model with descriptions of its weights.
 
     ValueError if the configuration is invalid, or cannot be divided as `parallel` requires.
     """
-    from jaxkv import models
-
-    return jax.eval_shape(_maker(args, models.ModelConfig.read(args.config), parallel))
+    return jax.eval_shape(_maker(args, ModelConfig.read(args.config), parallel))
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,7 @@ class Needed:
     """In host memory."""
 
 
-def random_model(args: argparse.Namespace, described: "Model", needed: Needed, order: str = "BLNHC") -> "Model":
+def random_model(args: argparse.Namespace, described: Model, needed: Needed, order: str = "BLNHC") -> Model:
     """The model that `described_model` describes, after a check that what is needed fits beside it.
 
     ValueError if a device's parts exceed its memory.  It is raised before any weights are drawn.
@@ -74,9 +71,7 @@ def random_model(args: argparse.Namespace, described: "Model", needed: Needed, o
     return _maker(args, described.config, described.parallel)()
 
 
-def _maker(args: argparse.Namespace, config: "ModelConfig", parallel: "Parallel | None") -> Callable[[], "Model"]:
-    from jaxkv import models
-
+def _maker(args: argparse.Namespace, config: ModelConfig, parallel: Parallel | None) -> Callable[[], Model]:
     options = {
         "entry_format": args.entry_format,
         "implementation": args.implementation,
@@ -86,7 +81,7 @@ def _maker(args: argparse.Namespace, config: "ModelConfig", parallel: "Parallel 
     return partial(models.random_model, config, **options)
 
 
-def _on_one_device(model: "Model") -> Any:
+def _on_one_device(model: Model) -> Any:
     """The shapes of one device's parts of the weights."""
 
     def part(path, array):
@@ -97,7 +92,7 @@ def _on_one_device(model: "Model") -> Any:
     return jax.tree.map_with_path(part, model.params)
 
 
-def described(args: argparse.Namespace, model: "Model") -> dict[str, Any]:
+def described(args: argparse.Namespace, model: Model) -> dict[str, Any]:
     """Date, command, device, versions and model, for a file of measurements."""
     return {
         **when_and_how(args.argv),

@@ -19,11 +19,11 @@ from jax import lax
 import jaxkv
 from jaxkv import offload
 from jaxkv.bench.inputs import attention_nbytes
-from jaxkv.cli.options import Sizes, add_sizes, output_file, with_defaults
 from jaxkv.offload import transfers
 from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.memory import require_memory
+from jaxkv.terminal.options import Sizes, add_sizes, output_file, with_defaults
 
 BLOCK_SIZE = 64
 ENTRY = jaxkv.MLAEntry("bf16")

@@ -1,4 +1,4 @@
-"""`jaxkv ttft`: the time to the first token in each case, and whether tokens are equal."""
+"""`jaxkv bench ttft`: the time to the first token in each case, and whether tokens are equal."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv import models
+from jaxkv.bench import ttft
 from jaxkv.bench.kernel_times import KernelTimes
-from jaxkv.cli import main, ttft
+from jaxkv.cli import main
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
 MODEL = MODELS / "deepseek_v2_lite"
@@ -18,7 +19,7 @@ SIZES = ["--prefix", "128", "--chunk", "64", "--rounds", "2"]
 
 def test_each_case_finds_its_prefix_and_draws_the_same_tokens(tmp_path, capsys):
     arguments = [str(MODEL / "config.json"), *SIZES, "--disk", str(tmp_path / "blocks"), "--order", "LBNHC"]
-    assert main(["ttft", *arguments, "--json", str(tmp_path / "times.json")]) == 0
+    assert main(["bench", "ttft", *arguments, "--json", str(tmp_path / "times.json")]) == 0
     printed = capsys.readouterr().out
     assert "a prefix of 128 tokens is 0.1 MB of f32 entries" in printed
     assert "every case found the expected prefix and generated the same 16 tokens" in printed
@@ -31,7 +32,7 @@ def test_each_case_finds_its_prefix_and_draws_the_same_tokens(tmp_path, capsys):
 @pytest.mark.slow  # compiles the programs of an engine three times
 @pytest.mark.parametrize("family", ["kimi_linear", "deepseek_v4"])
 def test_models_with_several_tables(family, capsys):
-    assert main(["ttft", str(MODELS / family), "--prefix", "128", "--chunk", "64", "--rounds", "1"]) == 0
+    assert main(["bench", "ttft", str(MODELS / family), "--prefix", "128", "--chunk", "64", "--rounds", "1"]) == 0
     assert "every case found the expected prefix" in capsys.readouterr().out
 
 
@@ -54,7 +55,7 @@ def test_shares_of_the_kernels_of_a_cold_prompt(monkeypatch, capsys, tmp_path):
 
     monkeypatch.setattr(ttft, "kernels_of", timed)
     monkeypatch.setattr(ttft, "_served", pretend)
-    main(["ttft", str(MODEL), *SIZES, "--json", str(tmp_path / "times.json")])
+    main(["bench", "ttft", str(MODEL), *SIZES, "--json", str(tmp_path / "times.json")])
     assert "cold: experts 2.000 ms (50%), others 1.000 ms (25%), gaps 1.000 ms (25%)" in capsys.readouterr().out
     found = json.loads((tmp_path / "times.json").read_text())["cold_shares_ms"]
     assert found == pytest.approx({"experts": 2, "others": 1, "gaps": 1})
@@ -70,7 +71,7 @@ def test_a_wrong_case_is_reported(change, monkeypatch, capsys):
         return case._replace(**change) if number == 6 else case
 
     monkeypatch.setattr(ttft, "_served", pretend)
-    assert main(["ttft", str(MODEL), *SIZES]) == 1
+    assert main(["bench", "ttft", str(MODEL), *SIZES]) == 1
     printed = capsys.readouterr().out
     assert f"host, round 1: {change.get('found', 128)} tokens found, then {change.get('tokens', [7] * 16)}" in printed
     assert "all found" not in printed
@@ -96,10 +97,10 @@ def test_misuse_is_reported_before_weights_are_made(arguments, message, monkeypa
         return described(*args, **options)
 
     monkeypatch.setattr(models, "random_model", without_weights)
-    with pytest.raises(SystemExit, match=f"jaxkv ttft: .*{message}"):
-        main(["ttft", *arguments])
+    with pytest.raises(SystemExit, match=f"jaxkv bench ttft: .*{message}"):
+        main(["bench", "ttft", *arguments])
 
 
 def test_an_implementation_that_cannot_run_here_is_reported():
-    with pytest.raises(SystemExit, match=r"jaxkv ttft: .*mosaic_gpu: "):
-        main(["ttft", str(MODEL), *SIZES, "--implementation", "mosaic_gpu"])
+    with pytest.raises(SystemExit, match=r"jaxkv bench ttft: .*mosaic_gpu: "):
+        main(["bench", "ttft", str(MODEL), *SIZES, "--implementation", "mosaic_gpu"])
