@@ -7,7 +7,7 @@ from pathlib import Path
 
 import jax
 
-import jaxkv
+from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 
 MOST = 2**31 - 1
 """Sizes and counts are int32 on the device."""
@@ -53,7 +53,7 @@ def with_defaults(args: argparse.Namespace, sizes: Sizes, device: jax.Device) ->
     return {name: getattr(args, name) for name in sizes}
 
 
-ENTRY_FORMATS = tuple(dict.fromkeys((*jaxkv.MLAEntry.formats, *jaxkv.KVEntry.formats)))
+ENTRY_FORMATS = tuple(dict.fromkeys((*MLAEntry.formats, *KVEntry.formats)))
 """Of latents, and of keys and values."""
 
 

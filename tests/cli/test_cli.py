@@ -12,8 +12,11 @@ import pytest
 
 import jaxkv
 from jaxkv.bench import ops, timing
-from jaxkv.cli import BENCHMARKS, COMMANDS, demo, layout, main, verify
+from jaxkv.cli import BENCHMARKS, COMMANDS, demo, layout, main
 from jaxkv.terminal import files, memory, streams
+from jaxkv.terminal.options import output_file
+from jaxkv.testing import equivalence
+from jaxkv.testing.equivalence import Outcome
 from support.cases import slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
@@ -205,13 +208,13 @@ class TestNothing:
     """A command that checked or timed nothing exits with an error."""
 
     def test_no_operation_was_checked(self, monkeypatch, capsys):
-        monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
+        monkeypatch.setattr(equivalence, "ENTRIES", equivalence.ENTRIES[:1])
         with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked: triton supports no call on this"):
             main(["verify", "--implementation", "triton"])
         assert "decode_mla         bf16          rejected on 6 orders: decode_mla: " in capsys.readouterr().out
 
     def test_no_random_call_was_made(self, monkeypatch):
-        monkeypatch.setattr("jaxkv.fuzz.families.TRIES", 3)
+        monkeypatch.setattr("jaxkv.testing.families.TRIES", 3)
         with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked: triton supports no call"):
             main(["verify", "--implementation", "triton", "--calls", "3"])
 
@@ -226,16 +229,19 @@ class TestNothing:
 
 def test_verify_distinguishes_rejected_calls_from_faults(monkeypatch, capsys):
     orders = ("LBNHC", "BLNHC")
-    cases = [verify.Case("write_mla", order) for order in orders]
-    cases += [verify.Case("decode_mla", orders[0]), verify.Case("decode_mla", orders[1], rejected="needs more")]
-    monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
-    monkeypatch.setattr(verify, "_verify", lambda entry, implementation: iter(cases))
+    cases = [Outcome("write_mla", order) for order in orders]
+    cases += [
+        Outcome("decode_mla", orders[0]),
+        Outcome("decode_mla", orders[1], rejected="needs more"),
+    ]
+    monkeypatch.setattr(equivalence, "ENTRIES", equivalence.ENTRIES[:1])
+    monkeypatch.setattr(equivalence, "verify", lambda entry, implementation: iter(cases))
     assert main(["verify"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(" ok on 2 orders")
     assert lines[1].endswith(" ok on 1 order; rejected on 1 order: needs more")
     assert lines[2].startswith("all of 3 cases on cpu in ")
-    cases.append(verify.Case("gather_mla", orders[0], wrong="differs from the twin"))
+    cases.append(Outcome("gather_mla", orders[0], wrong="differs from the twin"))
     assert main(["verify"]) == 1
     assert "1 of 4 cases on cpu in " in capsys.readouterr().out
 
@@ -300,4 +306,4 @@ def test_notices_that_cannot_be_written_are_dropped(monkeypatch):
 
 def test_a_result_that_cannot_be_written_names_its_file():
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        files.write_json(layout.output_file("/dev/full"), {"ms": 1.0})
+        files.write_json(output_file("/dev/full"), {"ms": 1.0})

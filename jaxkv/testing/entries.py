@@ -1,10 +1,10 @@
-"""How random writes, gathers and copies of whole blocks are drawn."""
+"""How random writes and reads of entries and states are drawn, and those of whole blocks."""
 
 import numpy as np
 
-from jaxkv.fuzz.case import PER_HEAD, Case, Index, Shapes
-from jaxkv.fuzz.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
-from jaxkv.fuzz.layouts import pick
+from jaxkv.testing.case import PER_HEAD, Case, Index, Shapes
+from jaxkv.testing.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
+from jaxkv.testing.layouts import pick
 
 
 class Write(Case):

@@ -8,7 +8,6 @@ bit for bit, attention within some roundings of its dtype.
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,56 +15,9 @@ import numpy as np
 from jax import lax
 
 import jaxkv
-from jaxkv.fuzz.case import Case, Draw
-
-EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Largest relative error of one rounding."""
-
-
-class AddressMap(NamedTuple):
-    """What each element of a cache's buffer belongs to, computed by NumPy from the strides alone; int32 arrays."""
-
-    layer: np.ndarray
-    """[size]: the layer of each element; -1 between entries."""
-    place: np.ndarray
-    """[size]: the index of the same element in a packed cache of one layer."""
-    block: np.ndarray
-    """[size]: the exported block that contains it; -1 for none."""
-    place_in_block: np.ndarray
-    """[size]: the index of the element in that block."""
-    blocks: np.ndarray
-    """[blocks, elements]: the indices in the buffer of the elements of each exported block."""
-
-
-def address_map(layout: jaxkv.CacheLayout) -> AddressMap:
-    """The address map of a layout."""
-    entries = _elements(layout)
-    blocks = np.sort(entries.swapaxes(0, 1).reshape(layout.num_blocks, -1))
-    if layout.blocks_are_runs:
-        blocks = np.arange(layout.size, dtype=np.int32).reshape(layout.num_blocks, -1)
-    layer, place, block, place_in_block = (np.full(layout.size, -1, np.int32) for _ in range(4))
-    layer[entries] = np.arange(layout.num_layers).reshape(-1, 1, 1, 1, 1)
-    place[entries] = _elements(packed_twin(layout))
-    block[blocks], place_in_block[blocks] = np.indices(blocks.shape, np.int32)
-    return AddressMap(layer, place, block, place_in_block, blocks)
-
-
-def _elements(layout: jaxkv.CacheLayout) -> np.ndarray:
-    """The indices in the buffer of the elements of each entry, [layers, blocks, tokens, heads, width]."""
-    strides, parts = layout.strides, 2 if layout.strides.part else 1
-    entries = layout.num_layers, layout.num_blocks, layout.block_size, layout.num_heads
-    steps = (strides.layer, strides.block, strides.token, strides.head, strides.part, 1)
-    every, shape = np.arange(layout.size, dtype=np.int32), (*entries, parts, layout.width // parts)
-    found = np.lib.stride_tricks.as_strided(every[layout.offset :], shape, [4 * step for step in steps])
-    return found.reshape(*entries, layout.width)
-
-
-def packed_twin(layout: jaxkv.CacheLayout) -> jaxkv.CacheLayout:
-    """The layout of a packed cache of one layer with the same blocks."""
-    return jaxkv.CacheLayout(
-        num_layers=1, num_blocks=layout.num_blocks, block_size=layout.block_size, num_heads=layout.num_heads,
-        entry=layout.entry, order="LBNHC", dtype=layout.dtype,
-    )  # fmt: skip
+from jaxkv.testing.buffers import AddressMap, packed_twin
+from jaxkv.testing.case import Case, Draw
+from jaxkv.testing.compare import differ, excess
 
 
 def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
@@ -73,7 +25,7 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
 
     A value above 1 means that the result is wrong.
     """
-    layout, twin_layout = case.layout, packed_twin(case.layout)
+    layout, twin_layout = case.layout, packed_twin(case.layout, case.layout.dtype)
     bits = jnp.dtype(f"uint{8 * layout.itemsize}")
 
     def buffer(raw):
@@ -101,7 +53,7 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
         exact = [value.astype(jnp.float32) for value in values]
         expected = case.expected(twin, exact, draw, twin_layer)
         if case.result == "bits":
-            return [_differ(*pair) for pair in _pairs(found, expected)]
+            return [differ(*pair) for pair in _pairs(found, expected)]
         if case.result == "logits":
             terms = math.sqrt(layout.entry.sizes[0])  # size of the summed terms: products of random vectors
             roundings = 128  # one for each product of a sum
@@ -109,12 +61,12 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
                 # Hopper adds up products of e4m3 with 13 bits after the leading one, and truncates: the mean error of a
                 # truncation is 2**10 times that of a float32 rounding.
                 roundings *= 2**10
-            return [_excess(found, expected, roundings=roundings, dtype="float32", magnitude=terms, floor=terms)]
+            return [excess(found, expected, roundings=roundings, dtype="float32", magnitude=terms, floor=terms)]
         # Queries in e4m3 have results of another dtype.
         dtype = jax.tree.leaves(found)[0].dtype.name
         if case.result == "sums":
             roundings = 128 if dtype == "float32" else 4
-            return [_excess(found, expected, roundings=roundings, dtype=dtype, magnitude=1, floor=1)]
+            return [excess(found, expected, roundings=roundings, dtype=dtype, magnitude=1, floor=1)]
         # The size of scores.  Capped scores also have errors of the size of the cap, because the kernels compute tanh
         # as a difference, such as cap * (1 - 2 / (1 + exp(2 s / cap))).
         cap = dict(case.options).get("logit_cap") or 0
@@ -124,7 +76,7 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
         # results is wider than this.
         size = 1 + 4 / 64 * cap if dtype == "float32" else 1
         return [
-            _excess(
+            excess(
                 found[0],
                 expected[0],
                 roundings=64 if dtype == "float32" else 4,
@@ -132,7 +84,7 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
                 magnitude=size,
                 floor=size - 1,
             ),
-            _excess(found[1], expected[1], roundings=64, dtype="float32", magnitude=scores, floor=scores),
+            excess(found[1], expected[1], roundings=64, dtype="float32", magnitude=scores, floor=scores),
         ]
 
     def writing(key, draw: Draw, where: AddressMap, layer, twin_layer):
@@ -142,7 +94,7 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
         values = normal(key, case.value_shapes)
         found = case.run(jaxkv.KVCache(buffer(before), layout), values, draw, draw.layer, implementation)
         twin = case.expected(jaxkv.KVCache(buffer(twin_before), twin_layout), values, draw, twin_layer)
-        return [_differ(raw(found), jnp.where(where.layer == layer, raw(twin)[where.place], before))]
+        return [differ(raw(found), jnp.where(where.layer == layer, raw(twin)[where.place], before))]
 
     def moving(key, draw: Draw, where: AddressMap):
         before = noise(key, layout.size)
@@ -154,11 +106,11 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
         values = [buffer(rows) for _ in case.value_shapes]
         found = case.run(jaxkv.KVCache(buffer(before), layout), values, draw, draw.layer, implementation)
         if not isinstance(found, jaxkv.KVCache):
-            return [_differ(found, buffer(rows))]
+            return [differ(found, buffer(rows))]
         target = jnp.where(known[0] & known[-1], draw.index[-1], layout.num_blocks)
         pair = jnp.full(layout.num_blocks, -1, jnp.int32).at[target].set(jnp.arange(case.count), mode="drop")
         pair = jnp.where(where.block >= 0, pair[where.block], -1)
-        return [_differ(raw(found), jnp.where(pair >= 0, rows[pair, where.place_in_block], before))]
+        return [differ(raw(found), jnp.where(pair >= 0, rows[pair, where.place_in_block], before))]
 
     def run(where: AddressMap, draw: Draw):
         key = jax.random.key(draw.key)
@@ -183,30 +135,3 @@ def _rounded(x: jax.Array, dtype) -> jax.Array:
 
 def _pairs(found, expected) -> list[tuple[jax.Array, jax.Array]]:
     return list(zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True))
-
-
-def _differ(found: jax.Array, expected: jax.Array) -> jax.Array:
-    """inf if any bit differs, else 0."""
-    assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
-    bits = jnp.dtype(f"uint{8 * found.dtype.itemsize}")
-    found, expected = (lax.bitcast_convert_type(x, bits) for x in (found, expected))
-    return jnp.where((found == expected).all(), 0.0, jnp.inf)
-
-
-def _excess(found, expected, *, roundings: int, dtype: str, magnitude: float, floor: float = 0) -> Any:
-    """The largest error / tolerance, of single elements and of the norm of all; inf if infinities or NaN differ.
-
-    `magnitude` is the size of the terms that were summed, which is the absolute part of an element's tolerance.
-    `floor` is the absolute part of the norm's tolerance, for results that may be small by chance, such as a request's
-    only score, and for errors that do not depend on the results, such as those of capped scores.
-    """
-    assert found.shape == expected.shape
-    a, e = found.astype(jnp.float32), expected.astype(jnp.float32)
-    finite = jnp.isfinite(e)
-    same = ((a == e) | (jnp.isnan(a) & jnp.isnan(e)) | (finite & jnp.isfinite(a))).all()
-    a, e = jnp.where(finite, a, 0), jnp.where(finite, e, 0)
-    tolerance = roundings * EPSILON[dtype]
-    worst = (jnp.abs(a - e) / (tolerance * (jnp.abs(e) + magnitude))).max()
-    size = jnp.linalg.norm((jnp.abs(e) + floor).reshape(-1))
-    whole = jnp.linalg.norm((a - e).reshape(-1)) / (tolerance / 2 * size + 1e-30)
-    return jnp.where(same, jnp.maximum(worst, whole), jnp.inf)

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.fuzz.layouts import draw_entry, draw_layout, pick
 from jaxkv.ops.operation import Operation
+from jaxkv.testing.layouts import draw_entry, draw_layout, pick
 
 PER_HEAD = "scales per head"
 

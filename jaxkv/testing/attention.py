@@ -1,4 +1,4 @@
-"""How random calls with queries are drawn: attention, dense and sparse, its plans, and scores of the indexer."""
+"""How random calls of attention are drawn: dense and sparse, plans, partial results, and the indexer's selection."""
 
 from dataclasses import replace
 from functools import partial
@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.fuzz.case import PER_HEAD, Case, Index, Shapes
-from jaxkv.fuzz.indices import FAR, draw_lengths, draw_tables, past_the_limits, reveal
-from jaxkv.fuzz.layouts import draw_entry_beside, draw_layout, pick
+from jaxkv.testing.case import PER_HEAD, Case, Index, Shapes
+from jaxkv.testing.indices import FAR, draw_lengths, draw_tables, past_the_limits, reveal
+from jaxkv.testing.layouts import draw_entry_beside, draw_layout, pick
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Format
 
@@ -278,3 +278,50 @@ def _exact_queries(entry: Entry) -> tuple[str, ...]:
         return (own, own, "float32", *(["float8_e4m3fn"] if own == "bfloat16" else []))
     factored = type(entry.codec).decode_factored is not Format.decode_factored
     return ("bfloat16", "float32", "float8_e4m3fn") if factored else ("float32",)
+
+
+class TopK(Case):
+    """Selects the largest logits, many of which are equal."""
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """k, the number of positions to select."""
+        return {"options": {"k": pick(rng, 1, 7, 64, 512)}}
+
+    def index(self, rng, live) -> Index:
+        """Logits, and -inf past the end of each row."""
+        shape = self.requests, self.q_len, self.columns * self.layout.block_size
+        logits = np.round(rng.standard_normal(shape, np.float32), int(rng.integers(1, 7)))
+        return (), {"logits": np.where(np.arange(shape[-1]) < rng.integers(shape[-1] + 1), logits, -np.inf)}
+
+    def arguments(self, cache, values, draw, layer):
+        """Logits and k."""
+        return (), {**dict(self.options), **draw.keywords}
+
+
+class Merge(Case):
+    """Merges partial results, some of them empty."""
+
+    result = "attention"
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The number of partial results, and heads."""
+        return {"count": pick(rng, 1, 2, 3, 9), "heads": pick(rng, 1, 3, 16)}
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the partial results."""
+        shape = self.count, self.requests, self.q_len, self.heads, self.layout.entry.sizes[0]
+        return [(shape, self.dtype)]
+
+    def index(self, rng, live) -> Index:
+        """The log-sum-exps of the partial results."""
+        shape = self.count, self.requests, self.q_len, self.heads
+        lses = rng.standard_normal(shape, np.float32)
+        empty = rng.random(shape) < pick(rng, 0, 0.1, 0.5)
+        return (), {"lses": np.where(empty, rng.choice([-np.inf, np.inf, np.nan], shape), lses).astype(np.float32)}
+
+    def arguments(self, cache, values, draw, layer):
+        """Results and log-sum-exps."""
+        return tuple(values), dict(draw.keywords)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.fuzz.case import Case, Index, Shapes
-from jaxkv.fuzz.indices import FAR
-from jaxkv.fuzz.layouts import pick
+from jaxkv.testing.case import Case, Index, Shapes
+from jaxkv.testing.indices import FAR
+from jaxkv.testing.layouts import pick
 
 ALPHA, LIMIT = 1.7, 1.5
 """Of GPT-OSS's activation; so low a limit cuts some values."""

@@ -13,7 +13,10 @@ import pytest
 import jaxkv
 from jaxkv import dispatch
 from jaxkv.cli import main
-from jaxkv.fuzz import check, families, fuzz, layouts
+from jaxkv.testing import families, fuzz, layouts
+from jaxkv.testing.attention import Plan
+from jaxkv.testing.buffers import address_map
+from jaxkv.testing.compare import EPSILON, differ, excess
 from jaxkv_kernels.calls import Kernels, supports
 from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.xla.kernels import XLA
@@ -64,7 +67,7 @@ def test_planned_attention_is_supported_where_the_plan_is(implementation, monkey
     for number in range(8):
         seed = families.OPERATIONS.index("plan_decode") + number * len(families.OPERATIONS)
         case = families.draw_case(seed, implementation)
-        assert isinstance(case, families.Plan), f"seed {seed}: {case}"
+        assert isinstance(case, Plan), f"seed {seed}: {case}"
         draw = case.draw(np.random.default_rng(0))
         values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
         cache = jaxkv.KVCache(jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype), case.layout)
@@ -267,7 +270,7 @@ def test_the_address_map_is_the_formula(order):
     entry = jaxkv.KVEntry("f16", head_dim=3, value_dim=2)
     sizes = {"num_layers": 2, "num_blocks": 3, "block_size": 4, "num_heads": 2}
     layout = jaxkv.CacheLayout(**sizes, entry=entry, order=order, block_padding=6)
-    found, steps = check.address_map(layout), layout.strides
+    found, steps = address_map(layout), layout.strides
     seen = np.full(layout.size, -1)
     for place, (layer, block, token, head, i) in enumerate(np.ndindex(2, 3, 4, 2, 5)):
         address = layer * steps.layer + block * steps.block + head * steps.head + token * steps.token + i
@@ -290,14 +293,14 @@ def test_errors_are_counted_as_in_the_tests(scale, dtype, where):
     rng = np.random.default_rng(0)
     expected = rng.standard_normal((5, 64)).astype(np.float32)
     expected[3] = -np.inf
-    tolerance = 2048 * check.EPSILON[dtype]  # so large that the storing of `found` does not count
+    tolerance = 2048 * EPSILON[dtype]  # so large that the storing of `found` does not count
     step = np.where(np.isfinite(expected), scale * tolerance * (np.abs(expected) + 1), 0)
     if where == "everywhere":
         step = scale * tolerance / 2 * np.where(np.isfinite(expected), np.abs(expected), 0)
     else:
         step[np.arange(5)[:, None] * 64 + np.arange(64) != 70] = 0
     found = jnp.asarray(expected + step)
-    error = float(check._excess(found, expected, roundings=2048, dtype=dtype, magnitude=1))
+    error = float(excess(found, expected, roundings=2048, dtype=dtype, magnitude=1))
     assert error == pytest.approx(scale, rel=0.01)
     if scale > 1:
         with pytest.raises(AssertionError):
@@ -311,17 +314,17 @@ def test_nan_and_inf_belong_in_their_places(odd):
     plain = jnp.zeros(4)
     with_odd = plain.at[2].set(odd)
     options = {"roundings": 4, "dtype": "float32", "magnitude": 1}
-    assert check._excess(with_odd, with_odd, **options) == 0
-    assert check._excess(plain, with_odd, **options) == np.inf
-    assert check._excess(with_odd, plain, **options) == np.inf
-    assert check._excess(with_odd, -with_odd, **options) == (0 if np.isnan(odd) else np.inf)
+    assert excess(with_odd, with_odd, **options) == 0
+    assert excess(plain, with_odd, **options) == np.inf
+    assert excess(with_odd, plain, **options) == np.inf
+    assert excess(with_odd, -with_odd, **options) == (0 if np.isnan(odd) else np.inf)
 
 
 def test_a_bit_is_a_difference():
     x = jnp.asarray([1.0, jnp.nan], jnp.bfloat16)
-    assert check._differ(x, x) == 0
-    assert check._differ(x, -x) == np.inf
-    assert check._differ(jnp.zeros(2), -jnp.zeros(2)) == np.inf
+    assert differ(x, x) == 0
+    assert differ(x, -x) == np.inf
+    assert differ(jnp.zeros(2), -jnp.zeros(2)) == np.inf
 
 
 def test_draws_are_of_every_kind():

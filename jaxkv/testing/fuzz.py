@@ -12,10 +12,11 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxkv.fuzz.case import Case
-from jaxkv.fuzz.check import address_map, checker
-from jaxkv.fuzz.families import FAMILIES, draw_case
 from jaxkv.terminal.streams import notice
+from jaxkv.testing.buffers import address_map
+from jaxkv.testing.case import Case
+from jaxkv.testing.check import checker
+from jaxkv.testing.families import FAMILIES, draw_case
 
 CALLS_PER_CASE = 250
 """Calls per compiled program: compiling takes seconds, a call milliseconds."""

@@ -5,29 +5,29 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.cli import main, verify
+from jaxkv.cli import main
+from jaxkv.testing import equivalence
+from jaxkv.testing.equivalence import BLOCKS, LAYERS, verify_blocks
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Caches of so few tokens that an operation takes milliseconds, once it is compiled."""
-    monkeypatch.setattr(verify, "LENGTHS", (0, 1, 3))
-    monkeypatch.setattr(verify, "BLOCK_SIZE", 3)
+    monkeypatch.setattr(equivalence, "LENGTHS", (0, 1, 3))
+    monkeypatch.setattr(equivalence, "BLOCK_SIZE", 3)
 
 
 def verified(entry):
     """The cases of an entry that are wrong."""
-    return [case for case in verify._verify(entry, "xla") if case.wrong]
+    return [case for case in equivalence.verify(entry, "xla") if case.wrong]
 
 
 def blocks_verified(entry):
     """The same, of whole blocks alone; pages of three tokens are padded in formats that pad them."""
-    sizes = dict(num_layers=verify.LAYERS, num_blocks=verify.BLOCKS, block_size=verify.BLOCK_SIZE, entry=entry)
+    sizes = dict(num_layers=LAYERS, num_blocks=BLOCKS, block_size=equivalence.BLOCK_SIZE, entry=entry)
     layouts = [jaxkv.CacheLayout(**sizes, order=order) for order in ("LBNHC", "BLNHC")]
     noise = [np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8) for layout in layouts]
-    cases = [
-        verify._verify_blocks(layout.order, layout, bits, "xla") for layout, bits in zip(layouts, noise, strict=True)
-    ]
+    cases = [verify_blocks(layout.order, layout, bits, "xla") for layout, bits in zip(layouts, noise, strict=True)]
     return [case for order in cases for case in order if case.wrong]
 
 
@@ -37,7 +37,7 @@ def test_a_copy_carries_the_padding_of_pages_where_blocks_are_runs(small, form):
 
 
 def test_the_command_checks_every_operation_in_every_order(small, monkeypatch, capsys):
-    monkeypatch.setattr(verify, "ENTRIES", (jaxkv.MLAEntry.typical("fp8_v41_split"), jaxkv.KVEntry("fp8", 16)))
+    monkeypatch.setattr(equivalence, "ENTRIES", (jaxkv.MLAEntry.typical("fp8_v41_split"), jaxkv.KVEntry("fp8", 16)))
     assert main(["verify"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[:2] for line in lines[:-1]] == [
@@ -106,6 +106,6 @@ def test_what_an_implementation_cannot_write_is_stored_for_it(small, monkeypatch
     monkeypatch.setattr(jaxkv, "write_mla", unsupported)
     for name in ("gather_mla", "decode_mla", "decode_mla_sparse", "copy_blocks", "read_blocks", "write_blocks"):
         monkeypatch.setattr(jaxkv, name, on_xla(getattr(jaxkv, name)))
-    cases = list(verify._verify(TestFaults.entry, "mosaic_gpu"))
+    cases = list(equivalence.verify(TestFaults.entry, "mosaic_gpu"))
     assert not [case for case in cases if case.wrong]
     assert {case.operation for case in cases if case.rejected} == {"write_mla"}

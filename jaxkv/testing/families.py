@@ -1,4 +1,4 @@
-"""How random calls of each operation are drawn: the table `FAMILIES`, and operations on partial results."""
+"""How random calls of each operation are drawn: the table `FAMILIES`, and `draw_case`."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ import numpy as np
 
 import jaxkv
 from jaxkv import dispatch
-from jaxkv.fuzz.attention import DecodeKV, DecodeMLA, Logits, Plan, Sparse
-from jaxkv.fuzz.case import Case, Index, Shapes
-from jaxkv.fuzz.layouts import pick
-from jaxkv.fuzz.moves import (
+from jaxkv.ops import OPERATIONS as DECLARED
+from jaxkv.testing.attention import DecodeKV, DecodeMLA, Logits, Merge, Plan, Sparse, TopK
+from jaxkv.testing.case import Case
+from jaxkv.testing.entries import (
     CopyBlocks,
     Gather,
     GatherEntries,
@@ -22,58 +22,10 @@ from jaxkv.fuzz.moves import (
     WriteMLA,
     WriteState,
 )
-from jaxkv.fuzz.products import Experts, Linear, Routing
-from jaxkv.ops import OPERATIONS as DECLARED
+from jaxkv.testing.experts import Experts, Linear, Routing
 
 TRIES = 300
 """Draws before an operation counts as unsupported.  GPU kernels support only some sizes and layouts."""
-
-
-class TopK(Case):
-    """Selects the largest logits, many of which are equal."""
-
-    @classmethod
-    def sizes(cls, rng, layout, fields):
-        """k, the number of positions to select."""
-        return {"options": {"k": pick(rng, 1, 7, 64, 512)}}
-
-    def index(self, rng, live) -> Index:
-        """Logits, and -inf past the end of each row."""
-        shape = self.requests, self.q_len, self.columns * self.layout.block_size
-        logits = np.round(rng.standard_normal(shape, np.float32), int(rng.integers(1, 7)))
-        return (), {"logits": np.where(np.arange(shape[-1]) < rng.integers(shape[-1] + 1), logits, -np.inf)}
-
-    def arguments(self, cache, values, draw, layer):
-        """Logits and k."""
-        return (), {**dict(self.options), **draw.keywords}
-
-
-class Merge(Case):
-    """Merges partial results, some of them empty."""
-
-    result = "attention"
-
-    @classmethod
-    def sizes(cls, rng, layout, fields):
-        """The number of partial results, and heads."""
-        return {"count": pick(rng, 1, 2, 3, 9), "heads": pick(rng, 1, 3, 16)}
-
-    @property
-    def value_shapes(self) -> Shapes:
-        """Shapes and dtypes of the partial results."""
-        shape = self.count, self.requests, self.q_len, self.heads, self.layout.entry.sizes[0]
-        return [(shape, self.dtype)]
-
-    def index(self, rng, live) -> Index:
-        """The log-sum-exps of the partial results."""
-        shape = self.count, self.requests, self.q_len, self.heads
-        lses = rng.standard_normal(shape, np.float32)
-        empty = rng.random(shape) < pick(rng, 0, 0.1, 0.5)
-        return (), {"lses": np.where(empty, rng.choice([-np.inf, np.inf, np.nan], shape), lses).astype(np.float32)}
-
-    def arguments(self, cache, values, draw, layer):
-        """Results and log-sum-exps."""
-        return tuple(values), dict(draw.keywords)
 
 
 FAMILIES: dict[str, type[Case]] = {

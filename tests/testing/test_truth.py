@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.fuzz import check, families, layouts
+from jaxkv.testing import families, layouts
+from jaxkv.testing.buffers import address_map, packed_twin, to_bytes, to_cache
 from support import oracle, scenes
 from support.cases import slow
 from support.compare import assert_close, assert_same_bits
@@ -39,7 +40,7 @@ def by_slot(layout, buffer):
 
 def spread(layout, layer, rows, before):
     """The bytes `before`, with `rows` [slots, heads, nbytes] as the entries of `layer`."""
-    twin, where = check.packed_twin(layout), check.address_map(layout)
+    twin, where = packed_twin(layout, layout.dtype), address_map(layout)
     packed = np.full(twin.nbytes, 0xFF, np.uint8)
     pages = rows.reshape(layout.num_blocks, layout.block_size, layout.num_heads, -1).swapaxes(1, 2)
     scenes.place(twin, packed, 0, pages)
@@ -56,7 +57,7 @@ def filled(case, draw, rng):
     with np.errstate(invalid="ignore"):
         parts = oracle.decode(entry, rows, scales)
     rows[~draw.live] = 0xFF
-    return scenes.to_cache(layout, spread(layout, layer_of(case, draw) or 0, rows, scenes.garbage(layout, rng))), parts
+    return to_cache(layout, spread(layout, layer_of(case, draw) or 0, rows, scenes.garbage(layout, rng))), parts
 
 
 def layer_of(case, draw):
@@ -91,14 +92,14 @@ def test_writes(operation, seed):
     for case, draw, rng in cases(operation, seed):
         layout, entry = case.layout, case.layout.entry
         before = scenes.garbage(layout, rng, "random")
-        found, values = called(case, scenes.to_cache(layout, before), draw, rng)
+        found, values = called(case, to_cache(layout, before), draw, rng)
         parts = [np.asarray(x.astype(jnp.float32)).reshape(case.count, layout.num_heads, -1) for x in values]
         if "cos_sin" in draw.keywords:
             turned = rotated(parts[1][:, 0], draw.keywords["cos_sin"], interleaved=dict(case.options)["interleaved"])
             parts[1] = np.asarray(jnp.asarray(turned).astype(values[1].dtype).astype(jnp.float32))[:, None]
         expected = before
         if (layer := layer_of(case, draw)) is not None:
-            twin, where = check.packed_twin(layout), check.address_map(layout)
+            twin, where = packed_twin(layout, layout.dtype), address_map(layout)
             packed, mine = np.zeros((twin.size, layout.itemsize), np.uint8), where.layer == layer
             packed[where.place[mine]] = before.reshape(layout.size, -1)[mine]
             rows = by_slot(twin, packed.reshape(-1))
@@ -107,7 +108,7 @@ def test_writes(operation, seed):
                 if 0 <= slot < layout.num_slots:
                     rows[slot] = row
             expected = spread(layout, layer, rows, before)
-        assert_same_bits(scenes.to_bytes(found), expected, str(case))
+        assert_same_bits(to_bytes(found), expected, str(case))
 
 
 def rotated(x, cos_sin, *, interleaved):
