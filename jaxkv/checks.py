@@ -8,23 +8,25 @@ import numpy as np
 from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv_kernels.addressing.integers import as_int
-from jaxkv_kernels.addressing.slots import MAX_SLOTS
+from jaxkv_kernels.addressing import MAX_SLOTS
 from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.integers import as_int
 
 FLOATS = ("bfloat16", "float16", "float32")
 MAY_BE_EMPTY = ("T", "n", "P")
 """Axes that may have length 0: T new tokens, n blocks and P values of a rotary part.  All other axes must have at least
-one element."""
+one element, but for those that an operation allows to be empty."""
 
 
 class Dims:
     """The lengths of axes by letter.  The first array with an axis sets its length; later arrays must have the same.
 
     `known` lengths are set from the start.  Each comes with a phrase that explains in messages where it comes from.
+    Besides axes `MAY_BE_EMPTY`, those of `may_be_empty` may have length 0.
     """
 
-    def __init__(self, **known: tuple[int, str]):
+    def __init__(self, *may_be_empty: str, **known: tuple[int, str]):
+        self._may_be_empty = (*MAY_BE_EMPTY, *may_be_empty)
         self._lengths = {name: length for name, (length, _) in known.items()}
         self._sources = {name: source for name, (_, source) in known.items()}
 
@@ -45,7 +47,7 @@ class Dims:
             if self._lengths.setdefault(letter, length) != length:
                 raise ValueError(f"{problem} ({letter} is {self._sources[letter]})")
             self._sources.setdefault(letter, f"that of `{name}`")
-            if not length and not letter.startswith(MAY_BE_EMPTY):
+            if not length and not letter.startswith(self._may_be_empty):
                 raise ValueError(f"{problem}, with {letter} at least 1")
         if str(array.dtype) not in dtypes:
             raise ValueError(f"`{name}` has dtype {array.dtype}: expected {' or '.join(dtypes)}")

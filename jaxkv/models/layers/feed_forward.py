@@ -1,22 +1,17 @@
 """Feed-forward layers: dense, and a mixture of experts with a shared expert."""
 
 import jax
+import jax.numpy as jnp
 
+from jaxkv.dispatch import captured, has_kernel, run
 from jaxkv.models.config import Experts
 from jaxkv.models.layers.linear import linear
 from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.ops.products import grouped_swiglu
-from jaxkv_kernels.mosaic_gpu.experts import unsupported
+from jaxkv_kernels.calls import Call
 from jaxkv_kernels.tile_scaled import TileScaled
-from jaxkv_kernels.xla.experts.swiglu import gated
-
-
-def swiglu_of_one(*args, **kwargs):
-    """`swiglu_of_one` of `jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token`, which imports Pallas."""
-    from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import swiglu_of_one
-
-    return swiglu_of_one(*args, **kwargs)
+from jaxkv_kernels.xla.experts import gated
 
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=None) -> jax.Array:
@@ -31,10 +26,20 @@ def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=No
 
 def dense(weights, x, limit: float | None = None, alpha: float | None = None) -> jax.Array:
     """The SwiGLU feed-forward; x and the result are [..., hidden], `limit` and `alpha` as in `grouped_swiglu`."""
-    parts, tokens = [weights[name] for name in ("gate", "up", "down")], x.size // x.shape[-1]
-    if alpha is None and not any(unsupported.swiglu_of_one(tokens, x, *parts)):
-        return swiglu_of_one(x.reshape(1, -1), *parts, limit=limit).reshape(x.shape)
+    parts = tuple(weights[name] for name in ("gate", "up", "down"))
+    if x.size == x.shape[-1] and alpha is None and all(getattr(part, "dtype", None) == x.dtype for part in parts):
+        # A kernel for a single token reads the weights faster than XLA does.
+        call = _of_one_token(x.reshape(1, -1), parts, limit)
+        if has_kernel(call):
+            return run(call, None).reshape(x.shape)
     return linear(gated(linear(x, weights["gate"]), linear(x, weights["up"]), limit, alpha), weights["down"])
+
+
+def _of_one_token(x, parts, limit: float | None) -> Call[jax.Array]:
+    """The feed-forward of a token x [1, hidden] as that of a mixture of which it has chosen no expert."""
+    ids = jnp.zeros((1, 0), jnp.int32)
+    stacks = (matrix[None] for matrix in parts)
+    return captured(grouped_swiglu, x, ids, ids.astype(jnp.float32), *stacks, shared=parts, limit=limit)
 
 
 def mixture(config: Experts, weights, x, parallel: Parallel, ids=None) -> jax.Array:

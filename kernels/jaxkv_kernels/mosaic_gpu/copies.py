@@ -15,9 +15,9 @@ Barriers.  full: the chunk has landed.
 Budget.  Shared memory: 32 KiB per CTA, so that six fit.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial, wraps
+from functools import wraps
 from typing import Any
 
 import jax
@@ -26,10 +26,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.block_runs import Runs, runs_of
-from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.addressing.row_view import RowView, row_view
+from jaxkv_kernels.addressing import Pages, RowView, Runs, row_view, runs_of
+from jaxkv_kernels.calls import BlocksCall, CopyBlocks, ReadBlocks, ReadState, WriteBlocks, WriteState
 from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel
@@ -136,9 +136,24 @@ def block_runs(pages: Pages) -> BlockRuns:
     return BlockRuns(runs.axes, runs.length, runs.offset, view)
 
 
-@partial(jax.jit, static_argnames="pages")
-def read_blocks(buffer, blocks, *, pages):
+def unsupported_blocks(call: BlocksCall) -> Iterator[str]:
+    """Reasons against a call that moves whole blocks."""
+    pages, itemsize = call.pages, call.buffer.dtype.itemsize
+    if pages.block_elements >= 2**31:
+        yield f"blocks of {pages.block_elements} elements: supports fewer than 2**31"
+    try:
+        runs = block_runs(pages)
+    except ValueError as error:
+        yield str(error)
+        return
+    strides = {} if pages.blocks_are_runs else steps(pages, [axis for axis, *_ in runs.axes])
+    yield from unaligned({"run of a block": runs.length, **strides}, itemsize)
+
+
+@jax.jit
+def read_blocks(call: ReadBlocks) -> jax.Array:
     """Blocks [n] as rows [n, block_elements]; rows of zeros for ids outside the cache."""
+    buffer, blocks, pages = call.buffer, call.blocks, call.pages
     rows = jax.ShapeDtypeStruct((blocks.shape[0], pages.block_elements), buffer.dtype)
     if not blocks.size:
         return jnp.zeros(rows.shape, rows.dtype)
@@ -159,14 +174,15 @@ def read_blocks(buffer, blocks, *, pages):
     return read(buffer.reshape(runs.view.shape), blocks)
 
 
-@partial(jax.jit, static_argnames="pages")
-def write_blocks(buffer, blocks, data, *, pages):
+@jax.jit
+def write_blocks(call: WriteBlocks) -> jax.Array:
     """Writes rows [n, block_elements] to blocks [n]; ids outside the cache are skipped."""
+    buffer, blocks, pages = call.buffer, call.blocks, call.pages
     if not blocks.size:
         return buffer
     runs = block_runs(pages)
     ref = jax.new_ref(buffer.reshape(runs.view.shape))
-    _write_into(ref, blocks, data, runs, pages)
+    _write_into(ref, blocks, call.data, runs, pages)
     return freeze(ref).reshape(buffer.shape)
 
 
@@ -188,8 +204,8 @@ def _write_into(ref, blocks, data, runs, pages):
     chunked(write_blocks, runs, blocks.size, data.dtype)(data, blocks, ref)
 
 
-@partial(jax.jit, static_argnames="pages")
-def copy_blocks(buffer, src, dst, *, pages):
+@jax.jit
+def copy_blocks(call: CopyBlocks) -> jax.Array:
     """Copies blocks `src` [n] to blocks `dst` [n], all read before any is written.
 
     Pairs with an id outside the cache are skipped.
@@ -198,6 +214,7 @@ def copy_blocks(buffer, src, dst, *, pages):
     array beside the cache.  A second kernel, which starts when every source has been read, writes them to their
     destinations.  The array has room for all pairs, because only the device knows which of them have to wait.
     """
+    buffer, pages, src, dst = call.buffer, call.pages, call.src, call.dst
     if not src.size:
         return buffer
     runs = block_runs(pages)
@@ -228,15 +245,27 @@ def copy_blocks(buffer, src, dst, *, pages):
     return freeze(ref).reshape(buffer.shape)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry"))
-def write_state(buffer, states, slots, layer, *, pages, entry):
+def unsupported_states(call: WriteState | ReadState) -> Iterator[str]:
+    """Reasons against a call that moves states."""
+    sizes = {f"array {part.name!r}": part.nbytes for part in call.entry.fields() if part.name != "padding"}
+    yield from unaligned(sizes, 1)
+    yield from unaligned(steps(call.pages, ("layer", "token")), call.buffer.dtype.itemsize)
+    try:
+        row_view(call.pages)
+    except ValueError as error:
+        yield str(error)
+
+
+@jax.jit
+def write_state(call: WriteState) -> jax.Array:
     """Stores states, by name [T, ...], at slots [T] of a layer; returns the new buffer."""
+    buffer, pages, slots = call.buffer, call.pages, call.slots
     if not slots.size:
         return buffer
     view = row_view(pages)
     ref = jax.new_ref(buffer.reshape(view.shape))
-    for name, dtype, first, length in _state_arrays(entry, buffer.dtype):
-        rows = view_as(states[name].astype(dtype).reshape(slots.size, -1), buffer.dtype)
+    for name, dtype, first, length in _state_arrays(call.entry, buffer.dtype):
+        rows = view_as(call.states[name].astype(dtype).reshape(slots.size, -1), buffer.dtype)
 
         def write_state(each_chunk, row_ref, slot_ref, layer_ref, cache_ref, stage, full, first=first):
             def move(i, run, start, size):
@@ -250,13 +279,14 @@ def write_state(buffer, states, slots, layer, *, pages, entry):
             each_chunk(move)
 
         moved = chunked(write_state, Runs((), length, 0), slots.size, buffer.dtype)
-        moved(rows, slots, jnp.reshape(layer, (1,)), ref)
+        moved(rows, slots, jnp.reshape(call.layer, (1,)), ref)
     return freeze(ref).reshape(buffer.shape)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry"))
-def read_state(buffer, slots, layer, *, pages, entry):
+@jax.jit
+def read_state(call: ReadState) -> dict[str, jax.Array]:
     """Returns the states, by name [T, ...], at slots [T] of a layer; those of slots outside the cache are 0."""
+    buffer, pages, entry, slots = call.buffer, call.pages, call.entry, call.slots
     if not slots.size:
         return {name: jnp.zeros((0, *shape), dtype) for name, shape, dtype in entry.arrays}
     view, found = row_view(pages), []
@@ -273,7 +303,7 @@ def read_state(buffer, slots, layer, *, pages, entry):
 
         rows = jax.ShapeDtypeStruct((slots.size, length), buffer.dtype)
         read = chunked(read_state, Runs((), length, 0), slots.size, buffer.dtype, out_type=rows)
-        found.append(view_as(read(buffer.reshape(view.shape), slots, jnp.reshape(layer, (1,))), dtype))
+        found.append(view_as(read(buffer.reshape(view.shape), slots, jnp.reshape(call.layer, (1,))), dtype))
     return entry.named(found)
 
 
@@ -281,7 +311,7 @@ def _state_arrays(entry, dtype):
     """(name, dtype, first element, length) of each array of a state, in elements of `dtype`, the buffer's."""
     return [
         (part.name, jnp.dtype(part.dtype), part.offset // dtype.itemsize, part.nbytes // dtype.itemsize)
-        for part in entry.parts()
+        for part in entry.fields()
     ]
 
 

@@ -30,99 +30,153 @@ Budget.  No shared memory.  Registers: the values of a team's entries, 4 per chu
 chunk of e4m3.
 """
 
-from functools import partial
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing import Pages
+from jaxkv_kernels.calls import GatherEntries, GatherIndexerK, GatherKV, GatherMLA, WriteIndexerK, WriteKV, WriteMLA
 from jaxkv_kernels.formats.bits import view_as
-from jaxkv_kernels.mosaic_gpu.entry_copies import EntryBytes, load_entries, store_entries
-from jaxkv_kernels.mosaic_gpu.entry_fields import fields_of
-from jaxkv_kernels.mosaic_gpu.entry_lanes import mover, scale_of, step_of, teams
+from jaxkv_kernels.formats.entries import Entry, IndexerEntry
+from jaxkv_kernels.mosaic_gpu.entry_copies import EntryBytes, load_entries, store_entries, unsupported_copies
+from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, fields_of
+from jaxkv_kernels.mosaic_gpu.entry_lanes import MOST_VALUES, mover, scale_of, step_of, teams
+from jaxkv_kernels.mosaic_gpu.layout_reasons import apart
 from jaxkv_kernels.mosaic_gpu.ragged_places import place_of
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
-from jaxkv_kernels.mosaic_gpu.unsupported import copied
+
+Write = WriteMLA | WriteKV | WriteIndexerK
+Gather = GatherMLA | GatherKV | GatherIndexerK
+PLAIN = ("bf16", "f16", "f32")
+"""Formats of entries that can be copied as they are."""
+WORD = 4
+"""Bytes: addresses of entries that lanes convert are multiples of it."""
 
 
-def write_mla(buffer, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, *, pages, entry, interleaved):
-    """Stores kv_c [T, R] and k_pe [T, P], rotated by cos_sin [T, P] (or None); returns the new buffer."""
-    scales = (kv_scale,) if entry.codec.scaled else ()
-    if cos_sin is not None:
-        return encode_entries(
-            buffer, (kv_c, k_pe), slot_mapping, layer, scales, cos_sin,
-            pages=pages, entry=entry, interleaved=interleaved,
-        )  # fmt: skip
-    return _write(buffer, (kv_c, k_pe), slot_mapping, layer, scales, pages=pages, entry=entry)
+def write(call: Write) -> jax.Array:
+    """Stores new entries at slots of a layer; returns the new buffer."""
+    if not _angles(call) and _copied(call.entry, [value.dtype for value in _values(call)]):
+        return store_entries(call, _values(call))
+    return encode_entries(call)
 
 
-def write_kv(buffer, k, v, slot_mapping, layer, k_scale, v_scale, *, pages, entry):
-    """Stores k [T, H, D] and v [T, H, Dv] at slots [T] of a layer; returns the new buffer."""
-    scales = (k_scale, v_scale) if entry.codec.scaled else ()
-    return _write(buffer, (k, v), slot_mapping, layer, scales, pages=pages, entry=entry)
+def gather(call: Gather) -> tuple[jax.Array, ...]:
+    """The values of the tokens of ragged runs, [total, (H,) n_i] of the call's dtype; rows without a token are 0."""
+    return load_entries(call, call.entry) if _copied(call.entry, [call.dtype]) else decode_entries(call)
 
 
-def write_indexer_k(buffer, k, slot_mapping, layer, *, pages, entry):
-    """Stores k [T, head_dim] at slots [T] of a layer; returns the new buffer."""
-    return _write(buffer, (k,), slot_mapping, layer, (), pages=pages, entry=entry)
+def gather_entries(call: GatherEntries) -> jax.Array:
+    """The bytes of entries, uint8 [total, (H,) nbytes]; rows without a token are 0."""
+    return load_entries(call, EntryBytes(call.entry.nbytes, call.entry.one_head))[0]
 
 
-def _write(buffer, values, slots, layer, scales, *, pages, entry):
-    if copied(entry, [value.dtype for value in values]):
-        return store_entries(buffer, values, slots, layer, pages=pages)
-    return encode_entries(buffer, values, slots, layer, scales, pages=pages, entry=entry)
+def unsupported_writes(call: Write) -> Iterator[str]:
+    """Reasons against a call that writes entries."""
+    if isinstance(call, WriteMLA) and call.cos_sin is not None:
+        yield from _unsupported_conversions(call.entry, call.pages, call.buffer.dtype.itemsize)
+        if not call.interleaved and call.entry.sizes[-1] % (2 * CHUNK):
+            yield f"`cos_sin` for halves of {call.entry.sizes[-1] // 2} values: supports multiples of {CHUNK}"
+    else:
+        yield from _unsupported_moves(call, [value.dtype for value in _values(call)])
 
 
-def gather_mla(buffer, block_tables, cu_seq_lens, seq_starts, layer, kv_scale, *, pages, entry, total, dtype):
-    """Returns kv_c [total, R] and k_pe [total, P] of `dtype`; rows without a token are 0."""
-    scales = (kv_scale,) if entry.codec.scaled else ()
-    runs = block_tables, cu_seq_lens, seq_starts
-    return _gather(buffer, runs, layer, scales, pages=pages, entry=entry, total=total, dtype=dtype)
+def unsupported_gathers(call: Gather) -> Iterator[str]:
+    """Reasons against a call that gathers entries."""
+    yield from _unsupported_moves(call, [call.dtype])
 
 
-def gather_kv(buffer, block_tables, cu_seq_lens, seq_starts, layer, k_scale, v_scale, *, pages, entry, total, dtype):
-    """Returns k [total, H, D] and v [total, H, Dv] of `dtype`; rows without a token are 0."""
-    scales = (k_scale, v_scale) if entry.codec.scaled else ()
-    runs = block_tables, cu_seq_lens, seq_starts
-    return _gather(buffer, runs, layer, scales, pages=pages, entry=entry, total=total, dtype=dtype)
+def unsupported_gathers_of_bytes(call: GatherEntries) -> Iterator[str]:
+    """Reasons against a call that gathers the bytes of entries."""
+    if call.entry.split:
+        yield "split pages: supports entries whose parts lie together"
+    elif call.pages.num_parts > 1:
+        yield from apart(call.pages, call.entry)
+    else:
+        whole = EntryBytes(call.entry.nbytes, call.entry.one_head)
+        yield from unsupported_copies(whole, call.pages, call.buffer.dtype.itemsize)
 
 
-def gather_indexer_k(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total, dtype):
-    """Returns k [total, head_dim] of `dtype`; rows without a token are 0."""
-    runs = block_tables, cu_seq_lens, seq_starts
-    return _gather(buffer, runs, layer, (), pages=pages, entry=entry, total=total, dtype=dtype)[0]
+def _values(call: Write) -> tuple[jax.Array, ...]:
+    match call:
+        case WriteMLA():
+            return call.kv_c, call.k_pe
+        case WriteKV():
+            return call.k, call.v
+        case WriteIndexerK():
+            return (call.k,)
 
 
-def gather_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total):
-    """Returns the bytes of entries, uint8 [total, (H,) nbytes]; rows without a token are 0."""
-    runs, copied_entry = (block_tables, cu_seq_lens, seq_starts), EntryBytes(entry.nbytes, entry.one_head)
-    return load_entries(buffer, *runs, layer, pages=pages, entry=copied_entry, total=total)[0]
+def _scales(call: Write | Gather) -> list[jax.Array]:
+    """float32 scales that the caller keeps, [H] or [1] per value, or a single one for all; none for other formats."""
+    if not call.entry.codec.scaled or isinstance(call, WriteIndexerK | GatherIndexerK):
+        return []
+    scales = [call.kv_scale] if isinstance(call, WriteMLA | GatherMLA) else [call.k_scale, call.v_scale]
+    return [jnp.reshape(scale, (-1,)).astype(jnp.float32) for scale in scales if scale is not None]
 
 
-def _gather(buffer, runs, layer, scales, *, pages, entry, total, dtype):
-    if copied(entry, [dtype]):
-        return load_entries(buffer, *runs, layer, pages=pages, entry=entry, total=total)
-    return decode_entries(buffer, *runs, layer, scales, pages=pages, entry=entry, total=total, dtype=dtype)
+def _angles(call: Write) -> list[jax.Array]:
+    """The cosines and sines by which the last value is rotated; none if it is stored as it is."""
+    return [call.cos_sin] if isinstance(call, WriteMLA) and call.cos_sin is not None else []
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "interleaved"))
-def encode_entries(buffer, values, slots, layer, scales=(), cos_sin=None, *, pages, entry, interleaved=False):
-    """The buffer with values [T, (H,) n_i] stored at slots [T] of a layer; slots outside the cache are skipped.
+def _copied(entry: Entry, dtypes) -> bool:
+    """Whether moving an entry to or from values of `dtypes` copies them as they are, in bulk.
 
-    For formats whose scales the caller keeps, `scales` has a float32 scalar or [H] per value, or a single one for all.
-    With `cos_sin` [T, n], the last value is rotated first (`jaxkv_kernels.rotary`); entries then have one head.
+    Indexer keys are too short to gain from bulk copies.
     """
+    return entry.format in PLAIN and not isinstance(entry, IndexerEntry) and all(entry.dtype == d for d in dtypes)
+
+
+def _unsupported_moves(call: Write | Gather, dtypes) -> Iterator[str]:
+    """Reasons against moving entries between the cache and arrays of their values, of `dtypes`."""
+    itemsize = call.buffer.dtype.itemsize
+    if _copied(call.entry, dtypes):
+        yield from unsupported_copies(call.entry, call.pages, itemsize)
+    elif call.pages.num_parts > 1:
+        yield from apart(call.pages, call.entry)
+    else:
+        yield from _unsupported_conversions(call.entry, call.pages, itemsize)
+
+
+def _unsupported_conversions(entry: Entry, pages: Pages, itemsize: int) -> Iterator[str]:
+    """Reasons against encoding or decoding entries by lanes."""
+    for size in entry.sizes:
+        if not size:
+            yield "part of 0 values: supports positive numbers of values"
+    for size in entry.sizes:
+        if size % CHUNK:
+            yield f"part of {size} values: supports multiples of {CHUNK} where they are converted"
+    if sum(entry.sizes) > MOST_VALUES:
+        yield f"entries of {sum(entry.sizes)} values: supports at most {MOST_VALUES} where they are converted"
+    for field in fields_of(entry, pages, itemsize):
+        addresses = [field.address]
+        if field.scales is not None and field.rule.itemsize == WORD:
+            addresses.append(field.scales)
+        for address in addresses:
+            if address.alignment % WORD:
+                yield f"entries at multiples of {address.alignment} bytes: supports multiples of {WORD}"
+                return
+
+
+@jax.jit
+def encode_entries(call: Write) -> jax.Array:
+    """The buffer with the values of a call stored at slots of a layer; slots outside the cache are skipped.
+
+    With `cos_sin`, the last value is rotated first (`jaxkv_kernels.rotary`); entries then have one head.
+    """
+    buffer, pages, slots = call.buffer, call.pages, call.slot_mapping
     if not slots.size:
         return buffer
     heads = pages.num_heads
-    fields = fields_of(entry, pages, buffer.dtype.itemsize)
+    fields = fields_of(call.entry, pages, buffer.dtype.itemsize)
     entries = slots.size * heads
     team = teams(fields, entries)
     lanes = mover(team)
-    values = [value.reshape(entries, -1) for value in values]
-    scales = [jnp.reshape(scale, (-1,)).astype(jnp.float32) for scale in scales]
-
-    angles = () if cos_sin is None else (cos_sin,)
+    values = [value.reshape(entries, -1) for value in _values(call)]
+    scales = _scales(call)
+    angles, interleaved = _angles(call), isinstance(call, WriteMLA) and call.interleaved
 
     def load(i, inside, *refs):
         value_refs, (slot_ref, layer_ref, *others) = refs[: len(values)], refs[len(values) : -1]
@@ -147,22 +201,20 @@ def encode_entries(buffer, values, slots, layer, scales=(), cos_sin=None, *, pag
             lanes.store_entry(field, refs[-1], chunks, str(value.dtype), keep, index, scale)
 
     ref = jax.new_ref(lanes.buffer(buffer))
-    team.run("encode_entries", load, store, *values, slots, jnp.reshape(layer, (1,)), *scales, *angles, ref)
+    team.run("encode_entries", load, store, *values, slots, jnp.reshape(call.layer, (1,)), *scales, *angles, ref)
     return view_as(freeze(ref), buffer.dtype)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "total", "dtype"))
-def decode_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, scales=(), *, pages, entry, total, dtype):
-    """The values of the tokens of ragged runs, [total, (H,) n_i] of `dtype`; rows without a token are 0.
-
-    For formats whose scales the caller keeps, `scales` has a float32 scalar or [H] per value, or a single one for all.
-    """
+@jax.jit
+def decode_entries(call: Gather) -> tuple[jax.Array, ...]:
+    """The values of the tokens of ragged runs, [total, (H,) n_i] of the call's dtype; rows without a token are 0."""
+    buffer, pages, total = call.buffer, call.pages, call.total
     heads = pages.num_heads
-    fields = fields_of(entry, pages, buffer.dtype.itemsize)
+    fields = fields_of(call.entry, pages, buffer.dtype.itemsize)
     team = teams(fields, total * heads)
     lanes = mover(team)
-    starts = [] if seq_starts is None else [seq_starts]
-    scales = [jnp.reshape(scale, (-1,)).astype(jnp.float32) for scale in scales]
+    starts = [] if call.seq_starts is None else [call.seq_starts]
+    scales = _scales(call)
 
     def load(i, inside, cache_ref, table_ref, cu_ref, layer_ref, *refs):
         start_ref = refs[0] if starts else None
@@ -184,8 +236,9 @@ def decode_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, scales=
             scale = scale_of(field, found_scales)
             lanes.store_values(field, ref, chunks, i, inside, scale)
 
-    out_type = [jax.ShapeDtypeStruct((total * heads, field.count), dtype) for field in fields]
-    operands = (lanes.buffer(buffer), block_tables, cu_seq_lens, jnp.reshape(layer, (1,)), *starts, *scales)
+    out_type = [jax.ShapeDtypeStruct((total * heads, field.count), call.dtype) for field in fields]
+    runs = call.block_tables, call.cu_seq_lens, jnp.reshape(call.layer, (1,))
+    operands = (lanes.buffer(buffer), *runs, *starts, *scales)
     found = team.run("decode_entries", load, store, *operands, out_type=out_type)
-    rows = (total,) if entry.one_head else (total, heads)
+    rows = (total,) if call.entry.one_head else (total, heads)
     return tuple(values.reshape(*rows, -1) for values in found)

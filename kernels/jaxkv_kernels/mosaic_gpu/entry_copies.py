@@ -31,6 +31,7 @@ Budget.  Shared memory: 32 KiB, or one token (for loads at least four entries) w
 loads.  Registers: scalars only.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from math import gcd
@@ -41,8 +42,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.addressing import Pages, row_view
+from jaxkv_kernels.calls import GatherEntries, GatherIndexerK, GatherKV, GatherMLA, WriteIndexerK, WriteKV, WriteMLA
 from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
 from jaxkv_kernels.mosaic_gpu.ragged_places import places_of
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
@@ -122,12 +126,30 @@ def warp_share(count: int, heads: int, nbytes: int, *, interpret: bool, least: i
     return WarpShare(tokens, heads // ways, ways)
 
 
-@partial(jax.jit, static_argnames="pages")
-def store_entries(buffer, parts, slots, layer, *, pages):
+def unsupported_copies(entry: Entry | EntryBytes, pages: Pages, itemsize: int) -> Iterator[str]:
+    """Reasons against moving entries by bulk copies, in a buffer whose elements have `itemsize` bytes."""
+    for size in entry.sizes:
+        if not size:
+            yield "part of 0 values: supports positive numbers of values"
+    yield from unaligned({f"part of {size} values": size for size in entry.sizes}, entry.dtype.itemsize)
+    yield from unaligned(steps(pages, ("layer", "token", "head", "part")), itemsize)
+    token = pages.num_heads * entry.nbytes
+    if token * token_ways(pages.num_heads) > MOST_BYTES:
+        most = MOST_BYTES // token_ways(pages.num_heads)
+        yield f"a token of {token} bytes in all heads: supports at most {most}, which shared memory holds"
+    try:
+        row_view(pages)
+    except ValueError as error:
+        yield str(error)
+
+
+@jax.jit
+def store_entries(call: WriteMLA | WriteKV | WriteIndexerK, parts) -> jax.Array:
     """The buffer with parts [T, (H,) n_i] at slots [T] of a layer; slots outside the cache are skipped.
 
     The parts of an entry are side by side, or in runs of their own if keys and values lie apart.
     """
+    buffer, pages, slots = call.buffer, call.pages, call.slot_mapping
     count, interpret = slots.shape[0], bool(interpreting.value)
     if not count:
         return buffer
@@ -185,7 +207,7 @@ def store_entries(buffer, parts, slots, layer, *, pages):
             [plgpu.SMEM((share.tokens, pages.num_heads, size), dtype) for size in sizes],
             plgpu.Barrier(num_arrivals=len(parts)),
         ),
-    )(*parts, slots, jnp.reshape(layer, (1,)), ref)
+    )(*parts, slots, jnp.reshape(call.layer, (1,)), ref)
     return freeze(ref).reshape(buffer.shape)
 
 
@@ -193,17 +215,17 @@ WARPGROUP_BYTES = 128 * 8
 """What the lanes of a warpgroup store at once.  Mosaic GPU stores a constant to a multiple of this many bytes."""
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "total"))
-def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages, entry, total):
+@partial(jax.jit, static_argnames="entry")
+def load_entries(call: GatherMLA | GatherKV | GatherIndexerK | GatherEntries, entry: Entry | EntryBytes):
     """The entry's parts [total, (H,) n_i] of the tokens of ragged runs; 0 in rows without a token."""
-    interpret = bool(interpreting.value)
+    buffer, pages, total, interpret = call.buffer, call.pages, call.total, bool(interpreting.value)
     view, dtype, heads, width, runs = row_view(pages), buffer.dtype, pages.num_heads, pages.width, pages.num_parts
     sizes = [size * entry.dtype.itemsize // dtype.itemsize for size in entry.sizes]
     token_bytes = runs * heads * width * dtype.itemsize
     share = warp_share(total, heads, token_bytes, interpret=interpret, least=token_ways(heads))
     together = share.heads if pages.head_stride == width else 1
     zeros_unit = WARPGROUP_BYTES // dtype.itemsize
-    starts = [] if seq_starts is None else [seq_starts]
+    starts = [] if call.seq_starts is None else [call.seq_starts]
 
     def load(cache_ref, table_ref, cu_ref, layer_ref, *refs):
         start_ref = refs[0] if starts else None
@@ -278,6 +300,6 @@ def load_entries(buffer, block_tables, cu_seq_lens, seq_starts, layer, *, pages,
             plgpu.SMEM((-(-max(sizes) // zeros_unit) * zeros_unit,), dtype),
             plgpu.Barrier(num_arrivals=runs * share.heads // together, num_barriers=WARPS * share.rounds),
         ),
-    )(buffer.reshape(view.shape), block_tables, cu_seq_lens, jnp.reshape(layer, (1,)), *starts)
+    )(buffer.reshape(view.shape), call.block_tables, call.cu_seq_lens, jnp.reshape(call.layer, (1,)), *starts)
     rows = (total,) if entry.one_head else (total, heads)
     return tuple(view_as(part, entry.dtype).reshape(*rows, -1) for part in parts)

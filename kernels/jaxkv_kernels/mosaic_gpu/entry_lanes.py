@@ -33,6 +33,8 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 WARP, WARPGROUP = 32, 128
+MOST_VALUES = 2048
+"""Values of an entry that a team keeps in registers."""
 WARPGROUPS = 2
 """Warpgroups per CTA.  One takes the same time; four take up to 20 % more (H200)."""
 TOGETHER, MANY, SHORT = 2, 1024, 4
@@ -231,11 +233,9 @@ class Lanes:
         """Encodes chunks of `dtype` and stores them in the cache where `keep` holds."""
         scales = () if scale is None else (scale,)
 
-        @plgpu.inline_mgpu(
-            arg_types=(
-                plgpu.RefType(), self._words(field, dtype).layout, SCALAR, (SCALAR,) * 4, (SCALAR,) * len(scales)
-            )
-        )  # fmt: skip
+        layout = self._words(field, dtype).layout
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, SCALAR, (SCALAR,) * 4, (SCALAR,) * len(scales)))
         def store(_, ref, raw, keep, index, scales):
             keep, index = true(keep), _by_axis(index)
             chunks = chunks_of(raw, _words_of(dtype))
@@ -432,14 +432,11 @@ class Lanes:
 
     def _load(self, field: Field, first, dtype: str, alignment: int, condition=None) -> list[list[Any]]:
         """The lane's chunks, the first of which lies at `first`."""
-        nbytes = BITS[dtype]
-        return [
-            load_words(
-                first, n * self.teams.lanes * nbytes, nbytes, min(alignment, nbytes),
-                both(condition, self._active(field, n)),
-            )
-            for n in range(self.teams.rounds(field))
-        ]  # fmt: skip
+        nbytes, found = BITS[dtype], []
+        for n in range(self.teams.rounds(field)):
+            offset, active = n * self.teams.lanes * nbytes, both(condition, self._active(field, n))
+            found.append(load_words(first, offset, nbytes, min(alignment, nbytes), active))
+        return found
 
     def _store(self, field: Field, first, chunks, alignment: int, condition) -> None:
         """Stores the lane's chunks, the first of them at `first`."""

@@ -25,6 +25,7 @@ far and one product of a step, and 32 to 64 for operands (`e4m3_weights.py`).
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -126,6 +127,12 @@ def default_config_of_fp8(tokens: int, choices: int, experts: int, inner: int) -
     rows = math.ceil(usual_rows(choices, experts, min(tokens, MOST_ROWS_OF_FP8)) / ALIGN) * ALIGN
     tiles = min(choices, experts) * math.ceil(inner / (2 * FEATURES))
     return ExpertsConfig(rows=min(rows, MOST_ROWS_OF_FP8), consumers=1 if tiles < 0.75 * multiprocessors() else 2)
+
+
+def unsupported_tokens(x) -> Iterator[str]:
+    """A reason against tokens of such a dtype."""
+    if x.dtype not in (jnp.bfloat16, jnp.float16):
+        yield f"`x` of {x.dtype}: supports bfloat16 and float16"
 
 
 def products(

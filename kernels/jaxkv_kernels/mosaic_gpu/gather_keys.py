@@ -48,9 +48,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.formats.format import Part
+from jaxkv_kernels.formats.format import Field
 from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array
 from jaxkv_kernels.mosaic_gpu.ptx.inline import ptx
@@ -134,7 +134,7 @@ class GatheredRows:
     @property
     def scale_dtype(self) -> str | None:
         """The dtype of the scales of an entry: float32, e8m0 or e4m3; None if it has none."""
-        return next((part.dtype for part in self.entry.parts() if "scales" in part.name), None)
+        return next((part.dtype for part in self.entry.fields() if "scales" in part.name), None)
 
     @property
     def factored(self) -> bool:
@@ -173,9 +173,9 @@ class GatheredRows:
             Unit(n * LINE, n, min(latent - n * LINE, LINE) // CHUNK) for n in range(which * count, (which + 1) * count)
         )
 
-    def _part(self, name: str) -> Part:
+    def _part(self, name: str) -> Field:
         """The part of an entry whose name contains `name`."""
-        return next(part for part in self.entry.parts() if name in part.name)
+        return next(part for part in self.entry.fields() if name in part.name)
 
     def part(self, name: str) -> int:
         """Where a part of an entry begins, in its region."""
@@ -387,7 +387,7 @@ class GatheredRows:
         """From the scales of a row: its factor, and two words of scales to multiply by."""
         if self.scale_dtype == "float32":
             return lanes.scales(raw)
-        padding = sum(part.nbytes for part in self.entry.parts() if part.name == "padding")
+        padding = sum(part.nbytes for part in self.entry.fields() if part.name == "padding")
         return lanes.e8m0_scales(raw, padding=padding)
 
     def store(self, unit: Unit, stage: int, k_ref, raw, scales) -> None:

@@ -14,45 +14,70 @@ The expert of all tokens is computed by the same kernels, as further experts tha
 (`_joins`).
 """
 
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.calls import GroupedSwiglu
 from jaxkv_kernels.expert_groups import expert_groups
 from jaxkv_kernels.mosaic_gpu.chosen_experts import MOST_EXPERTS, list_chosen
 from jaxkv_kernels.mosaic_gpu.e4m3_weights import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.expert_products import (
     ALIGN,
     MOST_ROWS,
+    STEP,
+    ExpertsConfig,
     default_config,
     default_config_of_fp8,
     products,
+    unsupported_tokens,
 )
-from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import MOST_INNER, MOST_PARTS, one_token
-from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
+from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import (
+    fits_one_token,
+    one_expert,
+    one_token,
+    only_expert,
+    unsupported_expert,
+)
+from jaxkv_kernels.tile_scaled import TILE, TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
-from jaxkv_kernels.xla.experts.swiglu import shared_swiglu
+from jaxkv_kernels.xla.experts import shared_swiglu
 
 
-def grouped_swiglu(x, experts, weights, gate, up, down, shared=None, biases=None, *, limit=None, alpha=None):
+def unsupported_reasons(call: GroupedSwiglu) -> Iterator[str]:
+    """Reasons against a call."""
+    scaled = isinstance(call.gate, TileScaled)
+    if call.biases is not None and scaled:
+        yield "`biases`: supports weights in float8 without biases"
+    yield from unsupported_tokens(call.x)
+    if (expert := only_expert(call)) is not None:
+        yield from unsupported_expert(expert[0])
+        return
+    step, kind = (TILE, " with weights in float8") if scaled else (STEP, "")
+    for name, size in (("tokens", call.x.shape[1]), ("inner sizes", call.gate.shape[1])):
+        if size % step:
+            yield f"{name} of {size} values: supports multiples of {step}{kind}"
+
+
+def grouped_swiglu(call: GroupedSwiglu) -> jax.Array:
     """Maps x [T, D], of which each token has chosen K experts, to [T, D]; `shared` is the expert of all tokens."""
+    x, experts, gate, shared = call.x, call.experts, call.gate, call.shared
     if not len(x):
         return jnp.zeros_like(x)
+    if (expert := only_expert(call)) is not None:
+        return one_expert(call, expert)
     sizes = x.shape[0], experts.size, gate.shape[0]
-    fp8 = isinstance(gate, TileScaled)
-    config = configuration(default_config_of_fp8(*sizes, gate.shape[1]) if fp8 else default_config(*sizes))
-    kind = {"limit": limit, "alpha": alpha}
-    if shared is not None and not (experts.size and biases is None and _joins(gate, shared, len(x), config)):
-        routed = grouped_swiglu(x, experts, weights, gate, up, down, biases=biases, **kind)
-        return routed + shared_swiglu(x, *shared, **kind)
+    scaled = isinstance(gate, TileScaled)
+    config = configuration(default_config_of_fp8(*sizes, gate.shape[1]) if scaled else default_config(*sizes))
+    if shared is not None and not (experts.size and call.biases is None and _joins(gate, shared, len(x), config)):
+        return grouped_swiglu(replace(call, shared=None)) + shared_swiglu(x, *shared, call.limit, call.alpha)
     if not experts.size:
         return jnp.zeros_like(x)
-    parts = experts.size + (0 if shared is None else len(shared[0]) // gate.shape[1])
-    plain = not fp8 and biases is None and alpha is None
-    if len(x) == 1 and plain and parts <= MOST_PARTS and gate.shape[1] <= MOST_INNER:
-        return one_token(x, experts, weights, gate, up, down, shared, limit=limit)
-    return _swiglu(x, experts, weights, gate, up, down, shared, biases, **kind, config=config)
+    return one_token(call) if fits_one_token(call) else _swiglu(call, config=config)
 
 
 def _joins(gate, shared, tokens: int, config) -> bool:
@@ -67,8 +92,11 @@ def _joins(gate, shared, tokens: int, config) -> bool:
     return divisible and (tokens <= config.rows or config.rows == MOST_ROWS)
 
 
-@partial(jax.jit, static_argnames=("limit", "alpha", "config"))
-def _swiglu(x, experts, weights, gate, up, down, shared, biases, *, limit, alpha, config):
+@partial(jax.jit, static_argnames="config")
+def _swiglu(call: GroupedSwiglu, config: ExpertsConfig) -> jax.Array:
+    x, experts, shared = call.x, call.experts, call.shared
+    matrices: Any = call.gate, call.up, call.down
+    gate, up, down = matrices
     count, more, more_first, more_second = gate.shape[0], 0, (), ()
     if shared is not None:
         more = len(shared[0]) // gate.shape[1]
@@ -86,17 +114,17 @@ def _swiglu(x, experts, weights, gate, up, down, shared, biases, *, limit, alpha
         first, second = (gate.values, up.values), (down.values,)
     options = {"num_rows": num_rows, "config": config}
     following = () if rounds else (*second, *more_second, *scales[1])
-    kind = {"biases": () if biases is None else biases[:2], "limit": limit, "alpha": alpha}
+    kind = {"biases": () if call.biases is None else call.biases[:2], "limit": call.limit, "alpha": call.alpha}
     inner = products(rows, first, scales[0], tiles, following, shared=more_first, **kind, **options)
     if rounds:
         inner = rounded_to_e4m3(inner)  # each 128 values have another order, but are the same
     results = products(inner, second, scales[1], tiles, early=not rounds, shared=more_second, **options)
     total = jnp.zeros(x.shape, jnp.float32)
     ones = jnp.ones(len(x), jnp.float32)
-    for number, (rows, shares) in enumerate(zip(places, [*weights.T, *[ones] * more], strict=True)):
+    for number, (rows, shares) in enumerate(zip(places, [*call.weights.T, *[ones] * more], strict=True)):
         chosen = results.at[rows].get(mode="clip").astype(jnp.float32)
-        if biases is not None:
-            chosen += biases[2].at[experts[:, number]].get(mode="clip").astype(jnp.float32)
+        if call.biases is not None:
+            chosen += call.biases[2].at[experts[:, number]].get(mode="clip").astype(jnp.float32)
         # Select instead of multiplying by 0: rows that no tile has written may hold anything.
         total += jnp.where((rows < num_rows)[:, None], chosen * shares[:, None], 0)
     return (from_positions(total) if scaled else total).astype(x.dtype)

@@ -14,13 +14,15 @@ Barriers.  None.
 Budget.  No shared memory.  Registers: 128 per lane, of which 64 or 72 hold weights.
 """
 
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.calls import GroupedSwiglu
 from jaxkv_kernels.mosaic_gpu.interpreter import experts as interpreted
 from jaxkv_kernels.mosaic_gpu.ptx.inline import constant, emit
 from jaxkv_kernels.mosaic_gpu.ptx.warp import over_warp
@@ -28,6 +30,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
+from jaxkv_kernels.tile_scaled import TileScaled
 
 MOST_PARTS, MOST_INNER = 16, 2048
 """The most experts of a single token, shared ones included; and the most values of an expert."""
@@ -56,47 +59,56 @@ UNPACK = {
 ROUND = {"bfloat16": "cvt.rn.bf16.f32", "float16": "cvt.rn.f16.f32"}
 
 
-def swiglu_of_one(x, gate, up, down, *, limit: float | None = None) -> jax.Array:
-    """The feed-forward of a token x [1, D] that is not a mixture: gate and up [I, D], down [D, I]; returns [1, D].
+Expert = tuple[jax.Array, jax.Array, jax.Array]
 
-    It is computed as an expert of all tokens, in parts of up to 2,048 of its values.
-    """
-    parts = inner_parts(len(gate))
-    experts = jnp.zeros((1, 0), jnp.int32)
-    first = [matrix.reshape(parts, -1, x.shape[1]) for matrix in (gate, up)]
+
+def only_expert(call: GroupedSwiglu) -> Expert | None:
+    """The expert of all tokens, if it is all that a single token passes through: a feed-forward that is no mixture."""
+    plain = call.biases is None and call.alpha is None and not isinstance(call.gate, TileScaled)
+    return call.shared if call.x.shape[0] == 1 and not call.experts.shape[1] and plain else None
+
+
+def unsupported_expert(gate) -> Iterator[str]:
+    """Reasons against an `only_expert` whose gate is [inner, width]."""
+    inner, width = gate.shape
+    if width % VECTOR:
+        yield f"tokens of {width} values: supports multiples of {VECTOR}"
+    if not inner_parts(inner):
+        yield f"an inner size of {inner} values: supports up to {MOST_PARTS} equal parts of up to {MOST_INNER}"
+
+
+def fits_one_token(call: GroupedSwiglu) -> bool:
+    """Whether `one_token` supports a call with chosen experts."""
+    if len(call.x) > 1 or isinstance(call.gate, TileScaled) or call.biases is not None or call.alpha is not None:
+        return False
+    inner = call.gate.shape[1]
+    parts = call.experts.size + (0 if call.shared is None else len(call.shared[0]) // inner)
+    return parts <= MOST_PARTS and inner <= MOST_INNER
+
+
+def one_expert(call: GroupedSwiglu, expert: Expert) -> jax.Array:
+    """The result [1, D] of the `only_expert` of a call, in parts of up to 2,048 of its values."""
+    gate, up, down = expert
+    parts, width = inner_parts(len(gate)), call.x.shape[1]
+    first = [matrix.reshape(parts, -1, width) for matrix in (gate, up)]
     # No expert is chosen, so that their matrices, which must not be empty, are not read.
-    matrices = *first, down.reshape(parts, x.shape[1], -1)
-    return one_token(x, experts, experts, *matrices, (gate, up, down), limit=limit)
+    return one_token(replace(call, gate=first[0], up=first[1], down=down.reshape(parts, width, -1)))
 
 
-@partial(jax.jit, static_argnames="limit")
-def one_token(x, experts, shares, gate, up, down, shared, *, limit: float | None) -> jax.Array:
-    """The sum of the experts of a token.
-
-    Args:
-      x: [1, D], bfloat16 or float16.
-      experts: int32 [1, K]; ids outside [0, E) are skipped.
-      shares: float32 [1, K].
-      gate: [E, I, D], the dtype of `x`, like all weights.
-      up: [E, I, D].
-      down: [E, D, I].
-      shared: gate and up [n * I, D] and down [D, n * I] of an expert of all tokens, or None.
-      limit: as in `grouped_swiglu`.
-
-    Returns:
-      [1, D].
-    """
+@jax.jit
+def one_token(call: GroupedSwiglu) -> jax.Array:
+    """The sum [1, D] of the experts of a token, shared ones included; weights have the dtype of `x`."""
+    x, experts, shares, shared = call.x, call.experts, call.weights, call.shared
+    gate, up, down = call.gate, call.up, call.down
     (count, inner, width), choices = gate.shape, experts.size
-    more = len(shared[0]) // inner if shared else 0
-    first, second = (shared[:2], shared[2:]) if shared else ((), ())
+    more = 0 if shared is None else len(shared[0]) // inner
+    first, second = ((), ()) if shared is None else (shared[:2], shared[2:])
     sizes = {"choices": choices, "experts": count, "more": more, "inner": inner, "width": width}
     options = {"dtype": x.dtype, "sizes": sizes}
     if not choices:  # kernels have no empty operands
         experts, shares = jnp.zeros((1, 1), jnp.int32), jnp.zeros((1, 1), jnp.float32)
-    hidden = _run(
-        _gate_up, x, experts, gate, up, *first, results=(choices + more) * inner, limit=limit,
-        following=(shares, down, *second), **options,
-    )  # fmt: skip
+    values, following = (choices + more) * inner, {"following": (shares, down, *second)}
+    hidden = _run(_gate_up, x, experts, gate, up, *first, results=values, limit=call.limit, **following, **options)
     return _run(_down, hidden, experts, shares, down, *second, results=width, **options).reshape(1, width)
 
 

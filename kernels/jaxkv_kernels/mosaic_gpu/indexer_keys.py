@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.bits import FP8, view_as
 from jaxkv_kernels.mosaic_gpu.indexer_work import TILE
 from jaxkv_kernels.mosaic_gpu.interpreter.paged import InterpretedRows
@@ -22,6 +22,8 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 
 DIM = 128
+BLOCKS = (32, 64, 128, 256)
+"""Sizes of blocks of e4m3 keys."""
 ROW_BYTES = 128
 SCALE_BYTES = 4
 SCALES_PER_ROW = ROW_BYTES // SCALE_BYTES
@@ -62,10 +64,8 @@ def key_rows(pages: Pages, itemsize: int) -> KeyRows:
             raise ValueError(f"{name} of {elements * itemsize} bytes: supports multiples of {ROW_BYTES}")
     if rows["buffer size"] >= 2**31:
         raise ValueError(f"buffer of {rows['buffer size']} rows of {ROW_BYTES} bytes: supports fewer than 2**31")
-    return KeyRows(
-        (rows["buffer size"], ROW_BYTES // itemsize), rows["offset"], rows.get("layer stride", 0),
-        rows.get("block stride", 0),
-    )  # fmt: skip
+    shape = rows["buffer size"], ROW_BYTES // itemsize
+    return KeyRows(shape, rows["offset"], rows.get("layer stride", 0), rows.get("block stride", 0))
 
 
 class KeyTiles(Protocol):
@@ -122,9 +122,7 @@ class E4m3Keys:
         """Shared memory for values, and for scales."""
         if self.interpret:
             rows = TILE // SCALES_PER_ROW
-            return [
-                plgpu.SMEM((stages, TILE, DIM), FP8), plgpu.SMEM((stages, rows, SCALES_PER_ROW), jnp.float32)
-            ]  # fmt: skip
+            return [plgpu.SMEM((stages, TILE, DIM), FP8), plgpu.SMEM((stages, rows, SCALES_PER_ROW), jnp.float32)]
         width = self.view.shape[1]
         return [
             plgpu.RefUnion(

@@ -31,7 +31,8 @@ Registers of a consumer: 32 of products and 16 of weights per 64 rows of queries
 keys and bf16 or f16 queries, it also has the keys, 16 of bytes and 32 of float16.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
 
@@ -41,12 +42,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.calls import IndexerLogits
 from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.mosaic_gpu import indexer_lanes
-from jaxkv_kernels.mosaic_gpu.indexer_keys import DIM, KeyTiles, key_tiles
+from jaxkv_kernels.mosaic_gpu.indexer_keys import BLOCKS, DIM, KeyTiles, key_rows, key_tiles
 from jaxkv_kernels.mosaic_gpu.indexer_lanes import WINDOW
-from jaxkv_kernels.mosaic_gpu.indexer_work import COLUMNS, TILE, Groups, Tiles, rows_per_token
+from jaxkv_kernels.mosaic_gpu.indexer_work import COLUMNS, QUERY_ROWS, TILE, Groups, Tiles, rows_per_token
 from jaxkv_kernels.mosaic_gpu.interpreter import indexer as interpreted
+from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
@@ -118,17 +121,39 @@ def default_config(*, quantised: bool, converted: bool, columns: int) -> Indexer
     return IndexerConfig()
 
 
-def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
+def unsupported_reasons(call: IndexerLogits) -> Iterator[str]:
+    """Reasons against a call."""
+    entry, pages, q = call.entry, call.pages, call.q
+    if entry.head_dim != DIM:
+        yield f"keys of {entry.head_dim} values: supports {DIM}"
+    if entry.quantised and q.dtype not in (FP8, jnp.bfloat16, jnp.float16):
+        yield f"`q` of {q.dtype}: supports float8_e4m3fn, bfloat16 and float16"
+    if not entry.quantised and q.dtype not in (FP8, entry.dtype):
+        yield f"`q` of {q.dtype}: supports float8_e4m3fn and {entry.dtype} with keys of format {entry.format!r}"
+    if rows_per_token(q.shape[2]) > QUERY_ROWS:
+        yield f"`q` of {q.shape[2]} heads: supports at most {QUERY_ROWS}"
+    if call.max_len >= 2**28:
+        yield f"`max_len` of {call.max_len}: supports less than 2**28"
+    if not entry.quantised:
+        yield from block_sizes(pages)
+        yield from origins(pages, call.buffer)
+        return
+    if pages.block_size not in BLOCKS:
+        yield f"blocks of {pages.block_size} tokens: supports {', '.join(map(str, BLOCKS))}"
+    try:
+        key_rows(pages, call.buffer.dtype.itemsize)
+    except ValueError as error:
+        yield str(error)
+
+
+def indexer_logits(call: IndexerLogits) -> jax.Array:
     """Maps q [B, Q, Hi, D] and weights [B, Q, Hi] to float32 logits [B, Q, max_len]."""
-    _, q_len, heads, _ = q.shape
+    _, q_len, heads, _ = call.q.shape
     rows = rows_per_token(heads)
     _, widest = products(Groups.of(q_len, rows).tokens, rows)[0]
-    converted = entry.quantised and q.dtype != FP8
-    default = default_config(quantised=entry.quantised, converted=converted, columns=widest)
-    return _logits(
-        q, weights, buffer, block_tables, seq_lens, layer,
-        pages=pages, entry=entry, max_len=max_len, config=configuration(default), interpret=bool(interpreting.value),
-    )  # fmt: skip
+    converted = call.entry.quantised and call.q.dtype != FP8
+    default = default_config(quantised=call.entry.quantised, converted=converted, columns=widest)
+    return _logits(call, config=configuration(default))
 
 
 def products(tokens: int, rows: int) -> list[tuple[int, int]]:
@@ -137,30 +162,27 @@ def products(tokens: int, rows: int) -> list[tuple[int, int]]:
     return [(first, min(width, tokens * rows - first)) for first in range(0, tokens * rows, width)]
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "max_len", "config", "interpret"))
-def _logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len, config, interpret):
-    batch, q_len, heads, _ = q.shape
-    q, weights = _operands(q, weights, entry)
+@partial(jax.jit, static_argnames="config")
+def _logits(call: IndexerLogits, config: IndexerConfig) -> jax.Array:
+    batch, q_len, heads, _ = call.q.shape
+    q, weights = _operands(call)
     rows = rows_per_token(heads)
     groups = Groups.of(q_len, rows)
     pad = ((0, 0), (groups.padding, 0), (0, rows - heads))
     q, weights = jnp.pad(q, (*pad, (0, 0))), jnp.pad(weights, pad)
     q_rows = groups.tokens * rows
     q, weights = q.reshape(batch * groups.count, q_rows, DIM), weights.reshape(batch * groups.count, q_rows)
-    tiles = Tiles(block_tables.shape[1] * pages.block_size, max_len)
-    logits = _run(
-        q, weights, buffer, block_tables, groups.lengths(seq_lens, tiles.capacity), layer,
-        groups=groups, keys=key_tiles(entry, pages, buffer, interpret=interpret), tiles=tiles, pages=pages,
-        config=config, interpret=interpret,
-    )  # fmt: skip
-    return logits[:, :max_len].reshape(batch, q_len, max_len)
+    tiles = Tiles(call.block_tables.shape[1] * call.pages.block_size, call.max_len)
+    lengths = groups.lengths(call.seq_lens, tiles.capacity)
+    logits = _run(replace(call, q=q, weights=weights, seq_lens=lengths), groups, tiles, config)
+    return logits[:, : call.max_len].reshape(batch, q_len, call.max_len)
 
 
-def _operands(q, weights, entry):
+def _operands(call: IndexerLogits) -> tuple[jax.Array, jax.Array]:
     """The queries in the dtype in which they are multiplied, and the weights in float32."""
-    weights = weights.astype(jnp.float32)
-    if not entry.quantised:
-        return q.astype(entry.dtype), weights
+    q, weights = call.q, call.weights.astype(jnp.float32)
+    if not call.entry.quantised:
+        return q.astype(call.entry.dtype), weights
     if q.dtype in (FP8, jnp.float16):
         return q, weights
     largest = jnp.abs(q).max(axis=-1).astype(jnp.float32)
@@ -170,11 +192,13 @@ def _operands(q, weights, entry):
     return q, jnp.ldexp(weights, -scale)
 
 
-def _run(
-    q, weights, buffer, block_tables, lengths, layer, *, groups: Groups, keys: KeyTiles, tiles: Tiles, pages, config,
-    interpret,
-):  # fmt: skip
-    """Logits, float32 [B * Q, max_len], for q [requests, tokens x rows, D]; a request is a group of query tokens."""
+def _run(call: IndexerLogits, groups: Groups, tiles: Tiles, config: IndexerConfig) -> jax.Array:
+    """Logits, float32 [B * Q, max_len], of a call whose requests are groups of query tokens.
+
+    Its queries are [requests, tokens x rows, D], its weights [requests, tokens x rows].
+    """
+    q, pages, interpret = call.q, call.pages, bool(interpreting.value)
+    keys: KeyTiles = key_tiles(call.entry, pages, call.buffer, interpret=interpret)
     requests, q_rows, _ = q.shape
     tokens, max_len = groups.tokens, tiles.max_len
     rows = q_rows // tokens
@@ -189,7 +213,7 @@ def _run(
     # With a single product, weights stay in registers.  With several, they are loaded for each tile: from shared
     # memory, unless keys have 16 bits: their products need all the bandwidth of shared memory.
     weights_shared = len(columns) > 1 and keys.dtype == FP8
-    key_operands, key_scratch = keys.operands(buffer), keys.shared(stages)
+    key_operands, key_scratch = keys.operands(call.buffer), keys.shared(stages)
 
     def body(q_ref, weight_ref, *refs):
         key_refs, refs = refs[: len(key_operands)], refs[len(key_operands) :]
@@ -275,9 +299,7 @@ def _run(
 
                 plgpu.copy_gmem_to_smem(q_ref.at[request], q_s.at[stage], q_full.at[stage])
                 if weights_shared:
-                    plgpu.copy_gmem_to_smem(
-                        weight_ref.at[request], w_s.at[stage], q_full.at[stage], oob_mode=IN_BOUNDS
-                    )  # fmt: skip
+                    plgpu.copy_gmem_to_smem(weight_ref.at[request], w_s.at[stage], q_full.at[stage], oob_mode=IN_BOUNDS)
 
                 def window(blocks, first, low, high):
                     lax.fori_loop(low, high, partial(fetch, blocks, first, n - begin), None)
@@ -353,11 +375,12 @@ def _run(
                         # Two tokens at a time: each lane of a quad then stores one logit.
                         if rest == 0 and (token % 2 == 1 or token == tokens - 1):
                             even = token - token % 2
-                            lanes.store_logits(
-                                out_ref, groups.row(request, even), tile * TILE, length - (tokens - 1) + even, in_table,
-                                part, [partial.pop(t) for t in range(even, token + 1)], scale,
-                                skipped=groups.skipped(request, even),
-                            )  # fmt: skip
+                            row, first_key = groups.row(request, even), tile * TILE
+                            end = length - (tokens - 1) + even
+                            sums = [partial.pop(t) for t in range(even, token + 1)]
+                            skipped = groups.skipped(request, even)
+                            place = out_ref, row, first_key, end, in_table
+                            lanes.store_logits(*place, part, sums, scale, skipped=skipped)
 
             def run(used, n, request, begin, end):
                 q_stage = query_stage_of(used)
@@ -426,7 +449,7 @@ def _run(
             *([plgpu.SMEM((config.query_stages, q_rows), jnp.float32)] if weights_shared else []),
             *([swizzled(consumers, TILE, DIM, dtype=q.dtype)] if interpret and converted else []),
         ],
-    )(q, weights, *key_operands, block_tables, lengths, jnp.reshape(layer, (1,)))
+    )(q, call.weights, *key_operands, call.block_tables, call.seq_lens, jnp.reshape(call.layer, (1,)))
 
 
 def _stages(config: IndexerConfig, stage_bytes: int, query_bytes: int) -> int:

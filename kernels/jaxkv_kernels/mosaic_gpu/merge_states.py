@@ -16,20 +16,31 @@ Barriers.  None.
 Budget.  No shared memory.  Registers: the rows of up to `TOGETHER` partial results, and a sum in float32.
 """
 
+from collections.abc import Iterator
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.mosaic_gpu.entry_fields import Field, PartAddress
-from jaxkv_kernels.mosaic_gpu.entry_lanes import mover, teams
+from jaxkv_kernels.calls import MergeStates
+from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, Field, PartAddress
+from jaxkv_kernels.mosaic_gpu.entry_lanes import MOST_VALUES, mover, teams
 
 TOGETHER = 8
 """The most partial results whose rows are loaded at the same time."""
 
 
+def unsupported_reasons(call: MergeStates) -> Iterator[str]:
+    """Reasons against a call."""
+    size = call.outs.shape[-1]
+    if size % CHUNK or not 0 < size <= MOST_VALUES:
+        yield f"results of {size} values: supports multiples of {CHUNK} up to {MOST_VALUES}"
+
+
 @jax.jit
-def merge_states(outs, lses):
+def merge_states(call: MergeStates) -> tuple[jax.Array, jax.Array]:
     """Merges outs [N, ..., D] and lses [N, ...] into out [..., D] and float32 lse [...]."""
+    outs, lses = call.outs, call.lses
     parts, *rows, size = outs.shape
     count = lses[0].size
     shapes = [jax.ShapeDtypeStruct((count, size), outs.dtype), jax.ShapeDtypeStruct((count,), jnp.float32)]

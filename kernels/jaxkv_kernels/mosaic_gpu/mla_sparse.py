@@ -80,8 +80,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.addressing.slots import lengths_in_table, slots_for, table_tokens
+from jaxkv_kernels.addressing import Pages, lengths_in_table, slots_for, table_tokens
 from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.logit_cap import too_large

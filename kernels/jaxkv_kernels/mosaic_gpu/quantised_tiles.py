@@ -25,7 +25,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.addressing import row_view
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.formats.nvfp4 import TILE as SCALE_TILE
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
@@ -336,7 +336,7 @@ class LatentTiles(Tiles):
     @property
     def scales_at(self) -> int:
         """The byte of an entry at which its scales begin."""
-        return next(part.offset for part in self.entry.parts() if part.name == "scales")
+        return next(part.offset for part in self.entry.fields() if part.name == "scales")
 
     @property
     def _swapped(self):
@@ -531,12 +531,12 @@ class RowTiles(KVTiles):
     @property
     def scales_at(self) -> int:
         """The byte of an entry at which its scales begin."""
-        return next(part.offset for part in self.entry.parts() if part.name == "K scales")
+        return next(part.offset for part in self.entry.fields() if part.name == "K scales")
 
     @property
     def values_at(self) -> int:
         """The byte of an entry at which its values begin."""
-        return next(part.offset for part in self.entry.parts() if part.name == "V")
+        return next(part.offset for part in self.entry.fields() if part.name == "V")
 
     @property
     def _words(self) -> int:

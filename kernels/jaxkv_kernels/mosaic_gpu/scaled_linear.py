@@ -8,17 +8,19 @@ For many tokens, XLA expands the weight and multiplies: then the time of a produ
 expanding takes little in comparison.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.calls import ScaledLinear
 from jaxkv_kernels.mosaic_gpu.e4m3_weights import from_positions, in_positions
-from jaxkv_kernels.mosaic_gpu.expert_products import ALIGN, ExpertsConfig, products
+from jaxkv_kernels.mosaic_gpu.expert_products import ALIGN, FEATURES, ExpertsConfig, products, unsupported_tokens
 from jaxkv_kernels.mosaic_gpu.runtime.device import multiprocessors
 from jaxkv_kernels.tile_scaled import TILE, num_tiles, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
-from jaxkv_kernels.xla.experts.linear import scaled_linear as by_xla
+from jaxkv_kernels.xla.kernels import XLA
 
 MOST_TOKENS = 256
 """The most tokens that are multiplied by the kernel; not tuned."""
@@ -28,16 +30,26 @@ START = 4
 """The steps that would take as long as starting a work tile and adding up its sums; an estimate, not tuned."""
 
 
-def scaled_linear(x, weight):
+def unsupported_reasons(call: ScaledLinear) -> Iterator[str]:
+    """Reasons against a call."""
+    yield from unsupported_tokens(call.x)
+    if call.x.shape[1] % TILE:
+        yield f"tokens of {call.x.shape[1]} values: supports multiples of {TILE}"
+    if call.weight.shape[0] % FEATURES:
+        yield f"results of {call.weight.shape[0]} values: supports multiples of {FEATURES}"
+
+
+def scaled_linear(call: ScaledLinear) -> jax.Array:
     """x [T, D] times the transpose of `weight` [I, D]."""
+    x = call.x
     if not 0 < len(x) <= MOST_TOKENS:
-        return by_xla(x, weight)
+        return XLA().scaled_linear(call)
     rows = min(-(-len(x) // ALIGN) * ALIGN, MOST_ROWS)
     config = configuration(ExpertsConfig(rows=rows, consumers=1))
-    return _linear(x, weight, config=config)
+    return _linear(call, config=config)
 
 
-def parts_of(shape: tuple[int, int], tiles: int, consumers: int) -> int:
+def parts_of(shape: tuple[int, ...], tiles: int, consumers: int) -> int:
     """The parts into which the summed dimension of a weight [I, D] is divided, for that many tiles of rows."""
     steps, features = num_tiles(shape[1]), -(-shape[0] // (consumers * TILE))
     at_once = multiprocessors()
@@ -49,7 +61,8 @@ def parts_of(shape: tuple[int, int], tiles: int, consumers: int) -> int:
 
 
 @partial(jax.jit, static_argnames="config")
-def _linear(x, weight, *, config):
+def _linear(call: ScaledLinear, config: ExpertsConfig) -> jax.Array:
+    x, weight = call.x, call.weight
     if weight.e4m3_products:
         x = rounded_to_e4m3(x)
     count = -(-len(x) // config.rows)

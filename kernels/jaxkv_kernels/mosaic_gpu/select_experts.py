@@ -11,13 +11,14 @@ Barriers.  None.
 Budget.  No shared memory.  Registers: three per 32 experts, and one per group.
 """
 
-from functools import partial
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.calls import SelectExperts
 from jaxkv_kernels.mosaic_gpu.interpreter import experts as interpreted
 from jaxkv_kernels.mosaic_gpu.ptx.inline import constant, emit
 from jaxkv_kernels.mosaic_gpu.ptx.warp import over_warp
@@ -48,26 +49,42 @@ add.s64 a, row, ${weights}; @q st.global.f32 [a], own;
 """
 
 
-OPTIONS = "per_token", "scoring", "groups", "groups_per_token", "normalize", "scale"
+MOST_EXPERTS = 1024
+"""Experts whose scores fit in the registers of a warp."""
+SCORINGS = "softmax", "sigmoid"
 
 
-@partial(jax.jit, static_argnames=OPTIONS)
-def select_experts(logits, bias, **options):
+def unsupported_reasons(call: SelectExperts) -> Iterator[str]:
+    """Reasons against a call."""
+    experts, groups = call.logits.shape[1], call.groups
+    if call.scoring not in SCORINGS:
+        yield f"`scoring` {call.scoring!r}: supports {' and '.join(map(repr, SCORINGS))}"
+    if experts > MOST_EXPERTS:
+        yield f"{experts} experts: supports up to {MOST_EXPERTS}"
+    if call.per_token > LANES:
+        yield f"{call.per_token} experts per token: supports up to {LANES}"
+    if groups > call.groups_per_token and experts // groups % LANES:
+        yield f"groups of {experts // groups} experts: supports multiples of {LANES}"
+
+
+@jax.jit
+def select_experts(call: SelectExperts) -> tuple[jax.Array, jax.Array]:
     """The choices [T, K] of tokens with logits [T, E], and their weights."""
-    tokens, chosen, interpret = len(logits), options["per_token"], bool(interpreting.value)
-    shapes = [jax.ShapeDtypeStruct((tokens, chosen), dtype) for dtype in (jnp.int32, jnp.float32)]
+    logits, bias = call.logits, call.bias
+    tokens, interpret = len(logits), bool(interpreting.value)
+    shape = tokens, call.per_token
     if not tokens:
-        return tuple(jnp.zeros(shape.shape, shape.dtype) for shape in shapes)
+        return jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
 
     def body(*refs):
         first = lax.axis_index("cta") * WARPS
         if interpret:
-            interpreted.select_experts(refs, first, WARPS, tokens, **options)
+            interpreted.select_experts(call, refs, first, WARPS)
             return
 
         @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * len(refs), SCALAR))
         def select(_, refs, first):
-            _select(refs, first.registers.item(), tokens, logits.shape[1], **options)
+            _select(call, refs, first.registers.item())
 
         select(list(refs), first)
 
@@ -76,7 +93,7 @@ def select_experts(logits, bias, **options):
         interpret=interpret,
         auto_barriers=False,
         kernel_name="experts_selected",
-        out_type=shapes,
+        out_type=[jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.float32)],
         grid=(-(-tokens // WARPS),),
         grid_names=("cta",),
         num_threads=1,
@@ -84,38 +101,37 @@ def select_experts(logits, bias, **options):
     )(logits, *[bias] * (bias is not None))
 
 
-def _select(
-    refs, first_token, tokens, count, *, per_token, scoring, groups, groups_per_token, normalize, scale
-) -> None:
-    """Stores ids and weights of the token `first_token` plus the number of the warp, if it is less than `tokens`.
+def _select(call: SelectExperts, refs, first_token) -> None:
+    """Stores ids and weights of the token `first_token` plus the number of the warp, if there is such a token.
 
-    `refs` are logits [T, `count`], perhaps the bias, and both results; the other arguments are those of the operation.
+    `refs` are the logits, perhaps the bias, and both results.
     """
+    tokens, count = call.logits.shape
     registers = range(-(-count // LANES))
     code = [START.format(first=len(refs), tokens=tokens, last=tokens - 1, bytes=4 * count)]
     code.append(f".reg .b32 id<{len(registers)}>, k<{len(registers)}>; .reg .f32 s<{len(registers)}>;\n")
     for r in registers:
         code.append(f"add.s32 id{r}, lane, {LANES * r};\n" + LOAD.format(to=f"s{r}", r=r, count=count, array="row"))
-    code += _softmax(registers) if scoring == "softmax" else _sigmoids(registers)
+    code += _softmax(registers) if call.scoring == "softmax" else _sigmoids(registers)
     for r in registers:
         code.append("mov.f32 x, 0f00000000;\n" if len(refs) == 3 else LOAD.format(to="x", r=r, count=count, array="$1"))
         code.append(f"add.f32 x, x, s{r}; mov.b32 key, x;\n" + ORDERED.format(of="key", to=f"k{r}"))
         code.append(f"setp.lt.u32 q, id{r}, {count}; selp.b32 k{r}, k{r}, {OUT}, q;\n")
-    if groups > groups_per_token:
-        code += _best_groups(registers, groups, groups_per_token, 1 if scoring == "softmax" else 2)
+    if call.groups > call.groups_per_token:
+        code += _best_groups(registers, call.groups, call.groups_per_token, 1 if call.scoring == "softmax" else 2)
     code.append("mov.f32 sum, 0f00000000; mov.f32 own, sum; mov.b32 mine, 0;\n")
-    for choice in range(per_token):
+    for choice in range(call.per_token):
         code += _largest(registers)
         code.append("mov.f32 x, 0f00000000;\n")
         for r in registers:
             code.append(f"setp.eq.u32 q, id{r}, first; selp.b32 k{r}, {OUT}, k{r}, q; selp.f32 x, s{r}, x, q;\n")
         code.append(f"and.b32 i, first, {LANES - 1}; shfl.sync.idx.b32 x, x, i, 31, -1; add.f32 sum, sum, x;\n")
         code.append(f"setp.eq.u32 q, lane, {choice}; selp.b32 mine, first, mine, q; selp.f32 own, x, own, q;\n")
-    if normalize:
+    if call.normalize:
         code.append(f"add.f32 sum, sum, {constant(1e-20)}; div.rn.f32 own, own, sum;\n")
-    code.append(f"mul.f32 own, own, {constant(scale)};\n")
+    code.append(f"mul.f32 own, own, {constant(call.scale)};\n")
     ids = len(refs) - 2
-    code.append(STORE.format(chosen=per_token, bytes=4 * per_token, ids=ids, weights=ids + 1))
+    code.append(STORE.format(chosen=call.per_token, bytes=4 * call.per_token, ids=ids, weights=ids + 1))
     emit(code, refs, first_token)
 
 

@@ -55,7 +55,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.slots import lengths_in_table, table_tokens
+from jaxkv_kernels.addressing import lengths_in_table, table_tokens
 from jaxkv_kernels.mosaic_gpu.interpreter.scheduler import InterpretedRegisters
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous

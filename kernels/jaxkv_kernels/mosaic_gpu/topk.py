@@ -17,6 +17,7 @@ Budget.  Registers: 64 logits per thread, and in later launches 64 positions.  S
 bytes per logit, for k logits rounded up to a power of two: the logit's key, its position, and a word to sort by.
 """
 
+from collections.abc import Iterator
 from functools import partial
 
 import jax
@@ -25,6 +26,7 @@ from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.calls import SelectTopk
 from jaxkv_kernels.mosaic_gpu import topk_chunk, topk_sorting
 from jaxkv_kernels.mosaic_gpu.interpreter import topk as interpreted
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
@@ -32,13 +34,23 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependent
 from jaxkv_kernels.mosaic_gpu.topk_chunk import COUNTERS, EMPTY, THREADS, UNIT
 
 CHUNK = 8192
+MOST_SELECTED = 4096
 NOWHERE = -(2**31)
 """A place that precedes all others, even those of elements past the end of a row."""
 
 
-@partial(jax.jit, static_argnames="k")
-def select_topk(logits, *, k):
+def unsupported_reasons(call: SelectTopk) -> Iterator[str]:
+    """Reasons against a call."""
+    if call.k > MOST_SELECTED:
+        yield f"`k` of {call.k}: supports at most {MOST_SELECTED}, which are sorted in registers"
+    if call.logits.shape[-1] >= 2**28:
+        yield f"rows of {call.logits.shape[-1]} logits: supports fewer than 2**28"
+
+
+@jax.jit
+def select_topk(call: SelectTopk) -> jax.Array:
     """Maps logits [..., N] to int32 positions [..., k], largest first, equal logits by position; -1 for -inf."""
+    logits, k = call.logits, call.k
     *leading, length = logits.shape
     if not logits.size:
         return jnp.full((*leading, k), -1, jnp.int32)
@@ -128,11 +140,8 @@ def _search(chunks, counters, keys, places, k: int, end: int):
         least = guess(step, low, at_low, high, at_high)
         at_least = count(step=step, least=least)
         enough = at_least >= k
-        return (
-            step + 1,
-            jnp.where(enough, least, low), jnp.where(enough, at_least, at_low),
-            jnp.where(enough, high, least), jnp.where(enough, at_high, at_least),
-        )  # fmt: skip
+        low, at_low = jnp.where(enough, least, low), jnp.where(enough, at_least, at_low)
+        return step + 1, low, at_low, jnp.where(enough, high, least), jnp.where(enough, at_high, at_least)
 
     def search():
         carry = jnp.int32(1), low, valid, high + 1, jnp.int32(0)

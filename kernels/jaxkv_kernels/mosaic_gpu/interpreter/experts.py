@@ -1,19 +1,23 @@
 """What the kernels of experts store, computed from whole arrays, for Pallas's interpreter."""
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxkv_kernels.xla.experts import routing
-from jaxkv_kernels.xla.experts.swiglu import gated
+from jaxkv_kernels.calls import SelectExperts
+from jaxkv_kernels.xla.experts import gated
+from jaxkv_kernels.xla.kernels import XLA
 
 
-def select_experts(refs, first, count: int, tokens: int, **options) -> None:
+def select_experts(call: SelectExperts, refs, first, count: int) -> None:
     """Stores the choices of `count` tokens from `first` on.  `refs` are logits, perhaps the bias, and both results."""
     *operands, ids_ref, weights_ref = refs
-    found = routing.select_experts(*(ref[...] for ref in operands), *[None] * (len(operands) == 1), **options)
+    logits, bias = operands[0][...], operands[1][...] if len(operands) > 1 else None
+    found = XLA().select_experts(replace(call, logits=logits, bias=bias))
     for token in range(count):
 
-        @pl.when(first + token < tokens)
+        @pl.when(first + token < len(call.logits))
         def _(row=first + token):
             for ref, values in zip((ids_ref, weights_ref), found, strict=True):
                 ref[row] = values[row]

@@ -59,7 +59,7 @@ class InterpretedRows(GatheredRows):
 
     def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
         """Copies rotary keys, for which `finish_rope` need not wait, or loads them."""
-        rope = next(part for part in self.entry.parts() if part.name == "rope")
+        rope = next(part for part in self.entry.fields() if part.name == "rope")
         raw = self._bytes(kv_ref, slots, layer, limit, rope.offset, rope.nbytes)
         if self.converts_rope:
             return raw

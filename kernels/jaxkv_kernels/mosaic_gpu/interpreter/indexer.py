@@ -34,11 +34,8 @@ def find_share(lengths_ref, cta, ctas: int, tiles: Tiles, in_cache, *, filled: b
     empty = jnp.int32(0), jnp.int32(-1), jnp.int32(0)
     _, first_request, first_tile = lax.fori_loop(0, requests, partial(find, first), empty)
     _, last_request, last_tile = lax.fori_loop(0, requests, partial(find, last - 1), empty)
-    some = first < last
-    return Share(
-        jnp.where(some, first_request, 0), jnp.where(some, first_tile, 0),
-        jnp.where(some, last_request, -1), jnp.where(some, last_tile + 1, 0),
-    )  # fmt: skip
+    found = (first_request, 0), (first_tile, 0), (last_request, -1), (last_tile + 1, 0)
+    return Share(*(jnp.where(first < last, value, empty) for value, empty in found))
 
 
 def load_window(table_ref, request, window):

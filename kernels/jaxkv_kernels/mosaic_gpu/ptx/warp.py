@@ -18,9 +18,7 @@ def largest_of_lanes(bits, lanes: int) -> Any:
     """The largest `bits` among `lanes` consecutive lanes."""
     distance = lanes // 2
     while distance:
-        other = ptx(
-            f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;", bits, result_types=i32(), has_side_effects=True,
-            convergent=True,
-        )  # fmt: skip
+        shuffle = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+        other = ptx(shuffle, bits, result_types=i32(), has_side_effects=True, convergent=True)
         bits, distance = arith.maxui(bits, other), distance // 2
     return bits
