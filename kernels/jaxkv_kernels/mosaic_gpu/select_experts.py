@@ -29,6 +29,9 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 WARPS, LANES = 4, 32
 """Warps, and tokens, of a CTA; lanes of a warp."""
+MOST_EXPERTS = 1024
+"""Experts whose scores fit in the registers of a warp."""
+SCORINGS = "softmax", "sigmoid"
 OUT = "0x80000000"
 """The key of an expert that cannot be chosen: the lowest int32."""
 START = """
@@ -47,11 +50,6 @@ setp.lt.and.u32 q, lane, {chosen}, inside; mul.wide.u32 row, token, {bytes}; mul
 add.s64 row, row, a; add.s64 a, row, ${ids}; @q st.global.b32 [a], mine;
 add.s64 a, row, ${weights}; @q st.global.f32 [a], own;
 """
-
-
-MOST_EXPERTS = 1024
-"""Experts whose scores fit in the registers of a warp."""
-SCORINGS = "softmax", "sigmoid"
 
 
 def unsupported_reasons(call: SelectExperts) -> Iterator[str]:
