@@ -8,9 +8,9 @@ import numpy as np
 from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv_kernels.addressing.integers import as_int
-from jaxkv_kernels.addressing.slots import MAX_SLOTS
+from jaxkv_kernels.addressing import MAX_SLOTS
 from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.integers import as_int
 
 FLOATS = ("bfloat16", "float16", "float32")
 MAY_BE_EMPTY = ("T", "n", "P")

@@ -13,7 +13,7 @@ from jax.custom_batching import sequential_vmap
 from jaxkv_kernels.calls import Call, Kernels
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.mosaic_gpu.runtime import device as hopper
-from jaxkv_kernels.triton.runtime import available as ampere
+from jaxkv_kernels.triton import available as ampere
 from jaxkv_kernels.xla.kernels import XLA
 
 _log = logging.getLogger("jaxkv")

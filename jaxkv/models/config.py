@@ -217,7 +217,7 @@ class CompressedAttention:
 
     def key_entry(self, entry_format: str) -> IndexerEntry:
         """The entry of the indexer's compressed keys beside entries of that format."""
-        return IndexerEntry.beside(entry_format, self.indexer.head_dim)
+        return IndexerEntry.for_latents(entry_format, self.indexer.head_dim)
 
 
 @dataclass(frozen=True)

@@ -109,7 +109,7 @@ class Model:
 
         Layers that share a selection of tokens have no indexer keys.
         """
-        layers, keys = self.num_cache_layers, IndexerEntry.beside(self.entry_format, indexer.head_dim)
+        layers, keys = self.num_cache_layers, IndexerEntry.for_latents(self.entry_format, indexer.head_dim)
         selecting = layers if indexer.layers is None else len(indexer.layers) + layers - self.config.num_layers
         groups = {"latent": Group(layers, self.entry), "indexer": Group(selecting, keys)}
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order, "shards": self.parallel.shards}

@@ -12,7 +12,7 @@ from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_o
 from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv.ops.slots import slots_for
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing.slots import lengths_in_table
+from jaxkv_kernels.addressing import lengths_in_table
 from jaxkv_kernels.formats.entries import IndexerEntry
 
 

@@ -14,7 +14,7 @@ from jaxkv.ops.operation import Operation
 from jaxkv.ops.ragged_queries import Groups, arrange
 from jaxkv.ops.samples import HEADS, PAGED
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 
 

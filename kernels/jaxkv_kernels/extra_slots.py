@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
 
 

@@ -11,7 +11,7 @@ from jaxkv.models.parallel.base import Parallel
 from jaxkv.ops.products import grouped_swiglu
 from jaxkv_kernels.calls import Call
 from jaxkv_kernels.tile_scaled import TileScaled
-from jaxkv_kernels.xla.experts.swiglu import gated
+from jaxkv_kernels.xla.experts import gated
 
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=None) -> jax.Array:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxkv.models.config import Experts
 from jaxkv.models.layers.linear import linear, with_rank
 from jaxkv.ops.routing import select_experts
-from jaxkv_kernels.xla.experts.routing import SCORES, weights_of
+from jaxkv_kernels.xla.experts import SCORES, weights_of
 
 
 def route(config: Experts, weights, x, ids=None) -> tuple[jax.Array, jax.Array]:

@@ -47,7 +47,7 @@ class Build:
         if isinstance(config.attention, CompressedAttention):
             config.attention.key_entry(self.entry_format)
         if config.indexer is not None:
-            IndexerEntry.beside(self.entry_format, config.indexer.head_dim)
+            IndexerEntry.for_latents(self.entry_format, config.indexer.head_dim)
         self._implementation = tuple(implementation) if isinstance(implementation, list) else implementation
         self.parallel = OneDevice() if parallel is None else parallel
         if not isinstance(self.parallel, Parallel):

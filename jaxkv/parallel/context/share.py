@@ -10,7 +10,7 @@ from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, check_cache, describe, index_below, int32, window_of
 from jaxkv.layout.layout import CacheLayout, TokenShards, checked_shards
 from jaxkv.ops.slots import slots_for
-from jaxkv_kernels.addressing.slots import MAX_SLOTS, table_tokens
+from jaxkv_kernels.addressing import MAX_SLOTS, table_tokens
 from jaxkv_kernels.formats.entries import Entry
 
 

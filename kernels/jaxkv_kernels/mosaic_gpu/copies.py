@@ -26,9 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.block_runs import Runs, runs_of
-from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.addressing.row_view import RowView, row_view
+from jaxkv_kernels.addressing import Pages, RowView, Runs, row_view, runs_of
 from jaxkv_kernels.calls import BlocksCall, CopyBlocks, ReadBlocks, ReadState, WriteBlocks, WriteState
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
@@ -249,7 +247,7 @@ def copy_blocks(call: CopyBlocks) -> jax.Array:
 
 def unsupported_states(call: WriteState | ReadState) -> Iterator[str]:
     """Reasons against a call that moves states."""
-    sizes = {f"array {part.name!r}": part.nbytes for part in call.entry.parts() if part.name != "padding"}
+    sizes = {f"array {part.name!r}": part.nbytes for part in call.entry.fields() if part.name != "padding"}
     yield from unaligned(sizes, 1)
     yield from unaligned(steps(call.pages, ("layer", "token")), call.buffer.dtype.itemsize)
     try:
@@ -313,7 +311,7 @@ def _state_arrays(entry, dtype):
     """(name, dtype, first element, length) of each array of a state, in elements of `dtype`, the buffer's."""
     return [
         (part.name, jnp.dtype(part.dtype), part.offset // dtype.itemsize, part.nbytes // dtype.itemsize)
-        for part in entry.parts()
+        for part in entry.fields()
     ]
 
 

@@ -35,7 +35,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.calls import GatherEntries, GatherIndexerK, GatherKV, GatherMLA, WriteIndexerK, WriteKV, WriteMLA
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry

@@ -42,8 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.addressing.row_view import row_view
+from jaxkv_kernels.addressing import Pages, row_view
 from jaxkv_kernels.calls import GatherEntries, GatherIndexerK, GatherKV, GatherMLA, WriteIndexerK, WriteKV, WriteMLA
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 from math import gcd
 from typing import Any
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels import formats
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats import indexer_fp8
 from jaxkv_kernels.formats.entries import Entry
-from jaxkv_kernels.formats.format import Part
 from jaxkv_kernels.formats.latents import fp8_ds_mla, fp8_v4, mxfp4_ds_mla, nvfp4_ds_mla
 
 CHUNK = 8
@@ -113,7 +113,7 @@ class Field:
 
 def fields_of(entry: Entry, pages: Pages, itemsize: int) -> tuple[Field, ...]:
     """The fields of an entry in a buffer whose elements have `itemsize` bytes."""
-    parts = {part.name: part for part in entry.parts(pages.block_size if entry.split else 1)}
+    parts = {part.name: part for part in entry.fields(pages.block_size if entry.split else 1)}
     values = [part for name, part in parts.items() if "scales" not in name and name != "padding"]
     rule, padding, found = RULES.get(entry.format, NO_SCALES), parts.get("padding"), []
     zeros = None if padding is None else (_address(padding, pages, itemsize), padding.count)
@@ -128,7 +128,7 @@ def fields_of(entry: Entry, pages: Pages, itemsize: int) -> tuple[Field, ...]:
     return tuple(found)
 
 
-def _address(part: Part, pages: Pages, itemsize: int) -> PartAddress:
+def _address(part: formats.Field, pages: Pages, itemsize: int) -> PartAddress:
     token = part.step if part.step is not None else pages.token_stride * itemsize
     steps = {
         "layer": (pages.num_layers, pages.layer_stride * itemsize),

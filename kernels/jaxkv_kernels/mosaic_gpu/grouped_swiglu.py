@@ -45,7 +45,7 @@ from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import (
 )
 from jaxkv_kernels.tile_scaled import TILE, TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
-from jaxkv_kernels.xla.experts.swiglu import shared_swiglu
+from jaxkv_kernels.xla.experts import shared_swiglu
 
 
 def unsupported_reasons(call: GroupedSwiglu) -> Iterator[str]:

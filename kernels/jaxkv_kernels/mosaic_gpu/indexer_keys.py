@@ -13,15 +13,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.bits import FP8, view_as
-from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import (
-    InterpretedRows,
-    TokenRows,
-    in_entries_dtype,
-    origin_step,
-)
 from jaxkv_kernels.mosaic_gpu.indexer_work import TILE
+from jaxkv_kernels.mosaic_gpu.interpreter.paged import InterpretedRows
+from jaxkv_kernels.mosaic_gpu.paged_tma import TokenRows, in_entries_dtype, origin_step
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 

@@ -1,32 +1,29 @@
 """Kernels in Pallas Mosaic GPU: attention by wgmma, copies of entries and blocks by bulk copies."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 
-from jaxkv_kernels import adapted, calls
+from jaxkv_kernels import calls
 from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.mosaic_gpu import (
     copies,
+    decode,
     entries,
     grouped_swiglu,
     indexer_logits,
     merge_states,
+    mla_sparse,
     scaled_linear,
     select_experts,
     topk,
-    unsupported,
 )
-from jaxkv_kernels.mosaic_gpu.attention import decode_kv as decode_kv_kernels
-from jaxkv_kernels.mosaic_gpu.attention import decode_mla as decode_mla_kernels
-from jaxkv_kernels.mosaic_gpu.attention import decode_mla_sparse as decode_mla_sparse_kernels
-from jaxkv_kernels.mosaic_gpu.attention import plan as plan_kernels
-from jaxkv_kernels.mosaic_gpu.attention.config import GATHERED
+from jaxkv_kernels.mosaic_gpu.decode import GATHERED
 from jaxkv_kernels.mosaic_gpu.runtime import device
 from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, REDUX, WGMMA
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan
 
 _MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla", *GATHERED)}
 _MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8", "int8", "nvfp4")}
@@ -75,21 +72,21 @@ class MosaicGPU(Kernels):
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return entries.gather_entries(call)
 
-    @supports({**_MLA, **_KV}, adapted.reasons(unsupported.plan_decode), _on(WGMMA))
-    def plan_decode(self, call: calls.PlanDecode) -> Any:
-        return adapted.run(plan_kernels.plan_decode, call)
+    @supports({**_MLA, **_KV}, decode.unsupported_plan, _on(WGMMA))
+    def plan_decode(self, call: calls.PlanDecode) -> Plan:
+        return decode.plan_decode(call)
 
-    @supports(_MLA, adapted.reasons(unsupported.decode_mla), _on(WGMMA))
+    @supports(_MLA, decode.unsupported_mla, _on(WGMMA))
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(decode_mla_kernels.decode_mla, call)
+        return decode.decode_mla(call)
 
-    @supports(_MLA, adapted.reasons(unsupported.decode_mla_sparse), _on(WGMMA))
+    @supports(_MLA, mla_sparse.unsupported_reasons, _on(WGMMA))
     def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(decode_mla_sparse_kernels.decode_mla_sparse, call)
+        return mla_sparse.decode_mla_sparse(call)
 
-    @supports(_KV, adapted.reasons(unsupported.decode_kv), _on(WGMMA))
+    @supports(_KV, decode.unsupported_kv, _on(WGMMA))
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(decode_kv_kernels.decode_kv, call)
+        return decode.decode_kv(call)
 
     @supports(None, merge_states.unsupported_reasons, _on(BULK_COPIES))
     def merge_states(self, call: calls.MergeStates) -> tuple[jax.Array, jax.Array]:

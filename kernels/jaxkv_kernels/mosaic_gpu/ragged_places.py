@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.addressing.slots import table_tokens
+from jaxkv_kernels.addressing import table_tokens
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 
 PROBES = 15

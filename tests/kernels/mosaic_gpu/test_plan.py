@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
-from jaxkv_kernels.mosaic_gpu.attention import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, WideConfig
-from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
-from jaxkv_kernels.mosaic_gpu.attention.planning import by_kernel
+from jaxkv_kernels.mosaic_gpu import combine
+from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig
+from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
+from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import MOST_REQUESTS, make_plan
 from support import plans
 from support.cases import slow
 from support.compare import assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
 BLOCKS = 50
-PAIRS = {"step": PAIR, "costs": WideConfig().split_costs}
-TILES = {"step": TILE, "costs": FewRowsConfig().split_costs}
+PAIRS = {"step": PAIR, "costs": MLADenseConfig().split_costs}
+TILES = {"step": TILE, "costs": MLASwapABConfig().split_costs}
 OTHER = {"window": 300, "tokens": 3}
 INVARIANT = {"batch_invariant": True}
 CASES = [
@@ -101,5 +102,5 @@ def test_two_kernels_compute_it():
 
 
 def test_a_batch_that_the_kernels_have_no_room_for_is_divided_by_xla():
-    _, text = lowered(by_kernel.MOST_REQUESTS + 1, 4)
+    _, text = lowered(MOST_REQUESTS + 1, 4)
     assert not kernel_operands(text)
