@@ -66,7 +66,7 @@ def grouped_swiglu(
     for name, (matrix, axes) in matrices.items():
         if not scaled:
             dims.check(name, matrix, axes, (str(x.dtype),))
-        elif name in scaled:
+        elif isinstance(matrix, TileScaled):
             _check_scaled(dims, name, matrix, axes)
         else:
             raise ValueError(f"`{name}` is {describe(matrix)}: expected a TileScaled, as `{min(scaled)}` is one")

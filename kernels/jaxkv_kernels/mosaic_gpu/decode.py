@@ -56,7 +56,7 @@ def unsupported_mla(call: DecodeMLA) -> Iterator[str]:
     _, tokens, heads, _ = call.q_latent.shape
     yield from _kernel_reasons(call, tokens * heads)
     yield from query_dtype(call.entry, call.q_latent.dtype, "`q_latent`")
-    yield from too_large({"logit_cap": call.logit_cap})
+    yield from too_large(call.logit_cap)
 
 
 def unsupported_kv(call: DecodeKV) -> Iterator[str]:
@@ -64,7 +64,7 @@ def unsupported_kv(call: DecodeKV) -> Iterator[str]:
     _, tokens, heads, _ = call.q.shape
     yield from _kernel_reasons(call, tokens * heads // call.pages.num_heads)
     yield from query_dtype(call.entry, call.q.dtype, "`q`")
-    yield from too_large({"logit_cap": call.logit_cap})
+    yield from too_large(call.logit_cap)
 
 
 def unsupported_plan(call: PlanDecode) -> Iterator[str]:

@@ -204,7 +204,7 @@ def unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
         yield from unaligned(steps(extra.pages, ("layer",)), extra.buffer.dtype.itemsize)
     yield from gathered_reasons(entry, call.pages, call.buffer)
     yield from query_dtype(entry, call.q_latent.dtype, "`q_latent`")
-    yield from too_large({"logit_cap": call.logit_cap})
+    yield from too_large(call.logit_cap)
 
 
 def gathered_reasons(entry: MLAEntry, pages: Pages, buffer) -> Iterator[str]:
