@@ -86,11 +86,10 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     # A warpgroup merges the sums of a row only if it has a column for each lane.
     # Otherwise, heights are multiples of 8.
     by_splits = width >= WARPS * LANES and (splits >= MANY_SPLITS or height % WARPS != 0)
+    most_ctas = CTAS * multiprocessors()
     if by_splits:
         most = plan.max_splits - batch if splits >= MANY_SPLITS else splits  # of a request, if others have one each
-        warpgroups, group = _share_splits(
-            most, requests * chunks * rows if splits >= MANY_SPLITS else CTAS * multiprocessors()
-        )
+        warpgroups, group = _share_splits(most, requests * chunks * rows if splits >= MANY_SPLITS else most_ctas)
         together, held = 1, WARPS
     else:
         warpgroups, group = 1, min(1 << ((4 * splits // 3).bit_length() - 1), FEW_SPLITS)
@@ -102,7 +101,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     per_row = tile.reduce(1)
     flat = plgpu.Layout.WG_STRIDED((width,), width // (WARPS * LANES))
     read = partial(plgpu.load, optimized=False)  # `optimized` loads are for shared memory
-    steps = max(requests * chunks * rows // (together * CTAS * multiprocessors()), 1)
+    steps = max(requests * chunks * rows // (together * most_ctas), 1)
 
     def body(split_out_ref, split_lse_ref, split_scale_ref, split_requests_ref, *refs, **scratch):
         *sink_refs, out_ref, lse_ref = refs
