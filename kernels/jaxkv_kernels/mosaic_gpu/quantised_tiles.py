@@ -30,7 +30,7 @@ from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.formats.nvfp4 import TILE as SCALE_TILE
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.ptx import conversions, loads, reductions, stores
-from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16, INT8_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16, INT8_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES, array
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, ROW, SCALAR, WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled

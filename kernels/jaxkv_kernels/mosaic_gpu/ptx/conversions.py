@@ -13,6 +13,20 @@ from jax.extend.mlir.dialects import arith
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import Lane, as_pair, fragmented, permuted, registers_of, words
 from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 
+E4M3_TO_F16 = (
+    "{ .reg .b16 low, high; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 $0, low; cvt.rn.f16x2.e4m3x2 $1, high; }"
+)
+"""Converts a word of four e4m3 values to two words of two float16 values each."""
+INT8_TO_F16 = (
+    "{ .reg .b32 x, offset; xor.b32 x, $2, 0x80808080; mov.b32 offset, 0x64806480; "
+    "prmt.b32 $0, x, 0x64646464, 0x4140; sub.rn.f16x2 $0, $0, offset; "
+    "prmt.b32 $1, x, 0x64646464, 0x4342; sub.rn.f16x2 $1, $1, offset; }"
+)
+"""Converts a word of four int8 values to two words of two float16 values each.
+
+A byte of 128 more than the value is the low byte of a float16 between 1,024 (0x6400) and 2,048, from which 1,152
+(0x6480) is subtracted."""
+
 Pairs = tuple[tuple[int, int], ...]
 """The columns, of 8, in each of four words."""
 IN_ORDER: Pairs = ((0, 1), (2, 3), (4, 5), (6, 7))

@@ -12,11 +12,10 @@ from typing import Any
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, i32, ptx
-from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE
-from jaxkv_kernels.mosaic_gpu.ptx.memory import LOAD_SHARED
+from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE, LOAD_SHARED
 from jaxkv_kernels.mosaic_gpu.ptx.stores import STORE_SHARED
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
 

@@ -11,11 +11,12 @@ from jax.extend.mlir.dialects import arith, vector
 
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import WARP_ROWS, Lane, fragmented, registers_of
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
-from jaxkv_kernels.mosaic_gpu.ptx.memory import LOAD_SHARED
 
 COLUMN_TILE = 1024
 """Bytes of 8 rows by 64 columns of 16 bits, which the swizzle permutes."""
 
+LOAD_SHARED = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
+"""Loads 16 bytes of shared memory."""
 JOIN_SCALES = "mad.lo.u32 $0, $2, 256, $1;"
 """Two bytes, each in a word, as the first bytes of a word.  A `prmt` would take time of the unit that is busiest."""
 LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {{$0, $1}}, [$2 + {offset}];"

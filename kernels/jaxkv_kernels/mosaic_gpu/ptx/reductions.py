@@ -1,5 +1,6 @@
-"""Reduces over the rows of a tile, or over the columns of a row, by shuffles between lanes."""
+"""Reduces over lanes of a warp, over the rows of a tile, or over the columns of a row, by shuffles between lanes."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
@@ -8,6 +9,22 @@ from jax.extend.mlir.dialects import arith, vector
 
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES, Lane, elements, fragmented, registers_of, words
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, i32, ptx
+
+
+def warp_reduction(operation: str, of: str, other: str) -> Iterator[str]:
+    """PTX that reduces a register over the warp, by another one; all lanes get the same bits."""
+    for lanes in (16, 8, 4, 2, 1):
+        yield f"shfl.sync.bfly.b32 {other}, {of}, {lanes}, 31, -1; {operation} {of}, {of}, {other};\n"
+
+
+def largest_of_lanes(bits, lanes: int) -> Any:
+    """The largest `bits` among `lanes` consecutive lanes."""
+    distance = lanes // 2
+    while distance:
+        shuffle = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, 0xffffffff;"
+        other = ptx(shuffle, bits, result_types=i32(), has_side_effects=True, convergent=True)
+        bits, distance = arith.maxui(bits, other), distance // 2
+    return bits
 
 
 def over_warps(x, ref, scratch: int, side, kind: str, layout) -> Any:

@@ -1,13 +1,10 @@
-"""Loads and stores of words and bytes, in the widest vectors that alignment allows."""
+"""Loads and stores of words and bytes of device memory, in the widest vectors that alignment allows."""
 
 from typing import Any
 
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.ptx.inline import i32, ptx
-
-LOAD_SHARED = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-"""Loads 16 bytes of shared memory."""
 
 
 def _kind(width: int) -> str:
