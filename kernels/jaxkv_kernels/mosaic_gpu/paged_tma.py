@@ -168,9 +168,9 @@ class TokenRows:
 def token_rows(pages: Pages) -> TokenRows:
     """The view of a buffer of the entries' dtype, for the GPU or the interpreter."""
     if interpreting.value:
-        from jaxkv_kernels.mosaic_gpu.interpreter.paged import InterpretedRows
+        from jaxkv_kernels.mosaic_gpu.interpreter.paged import InterpretedTokenRows
 
-        return InterpretedRows(pages, origin_step(pages))
+        return InterpretedTokenRows(pages, origin_step(pages))
     return TokenRows(pages, origin_step(pages))
 
 

@@ -29,7 +29,7 @@ from jaxkv_kernels.addressing import row_view
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.formats.nvfp4 import TILE as SCALE_TILE
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
-from jaxkv_kernels.mosaic_gpu.ptx import conversions, loads, reductions, stores
+from jaxkv_kernels.mosaic_gpu.ptx import query_rows, warp, wgmma_operands
 from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16, INT8_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES, array
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, ROW, SCALAR, WGMMA
@@ -101,9 +101,9 @@ class Tiles:
         return E4M3_TO_F16
 
     @property
-    def _pairs(self) -> conversions.Pairs:
+    def _pairs(self) -> wgmma_operands.Pairs:
         """The order of keys: of every 8 columns, the pairs that share a register."""
-        return conversions.IN_ORDER
+        return wgmma_operands.IN_ORDER
 
     def is_wide(self, key_group: int) -> bool:
         """Whether this group of keys is stored as bf16."""
@@ -208,7 +208,7 @@ class Tiles:
             return_type=Array((TILE, KEY_GROUP), jnp.dtype(dtype), layout=WGMMA),
         )
         def convert(_, loaded):
-            return conversions.convert_keys(loaded, WGMMA, self._convert, wide=wide)
+            return wgmma_operands.convert_keys(loaded, WGMMA, self._convert, wide=wide)
 
         return convert(loaded)
 
@@ -219,7 +219,7 @@ class Tiles:
             arg_types=(self._values.layout,), return_type=Array((GROUP, N), jnp.dtype(jnp.float16), layout=WGMMA)
         )
         def convert(_, loaded):
-            return conversions.convert_values(loaded, WGMMA, group, self._convert, swapped=self._swapped)
+            return wgmma_operands.convert_values(loaded, WGMMA, group, self._convert, swapped=self._swapped)
 
         return convert(loaded)
 
@@ -233,7 +233,7 @@ class Tiles:
             arg_types=(WGMMA, PLAIN, SCALAR), return_type=Array((N,), jnp.dtype(jnp.float32), layout=COLUMN)
         )
         def reduce(_, x, stats, side):
-            return reductions.over_warps(x, stats, SCRATCH, side.registers.item(), kind, COLUMN)
+            return warp.over_warps(x, stats, SCRATCH, side.registers.item(), kind, COLUMN)
 
         return reduce(x, stats, jnp.int32(side))
 
@@ -243,7 +243,7 @@ class Tiles:
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR, [WGMMA] * self.value_groups))
         def store(_, ref, place, parts):
-            stores.store_rows(ref, place.registers.item(), parts, rows)
+            query_rows.store_rows(ref, place.registers.item(), parts, rows)
 
         store(ref, place, list(parts))
 
@@ -253,7 +253,7 @@ class Tiles:
 
         @plgpu.inline_mgpu(arg_types=([PLAIN] * len(refs), SCALAR), return_type=self._queries)
         def load(_, refs, place):
-            return array(loads.load_queries(refs, place.registers.item(), rows), self._queries.layout)
+            return array(query_rows.load_queries(refs, place.registers.item(), rows), self._queries.layout)
 
         return load(list(refs), place)
 
@@ -268,7 +268,7 @@ class Tiles:
             return_type=Array((LANES,), jnp.dtype(jnp.float32), layout=PER_LANE),
         )
         def largest(_, loaded):
-            return reductions.largest(loaded, PER_LANE)
+            return query_rows.largest(loaded, PER_LANE)
 
         factor, inverse = scale_to_fit(largest(loaded))
         types = [plgpu.RefType(swizzled(1, dtype=ref.dtype).transforms) for ref in refs]
@@ -276,7 +276,9 @@ class Tiles:
         @plgpu.inline_mgpu(arg_types=(types, PLAIN, SCALAR, self._queries.layout, PER_LANE, PER_LANE))
         def store(_, refs, stats, stage, loaded, factor, inverse):
             stage = stage.registers.item()
-            stores.store_queries(refs, self.query_groups, stats, stage, loaded, factor, inverse, INVERSES, self._pairs)
+            query_rows.store_queries(
+                refs, self.query_groups, stats, stage, loaded, factor, inverse, INVERSES, self._pairs
+            )
 
         store(list(refs), stats, stage, loaded, factor, inverse)
 
@@ -370,7 +372,7 @@ class LatentTiles(Tiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = loads.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=wide)
+            found = wgmma_operands.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=wide)
             return array(found, held.layout)
 
         return load(raw[0], stage)
@@ -381,7 +383,7 @@ class LatentTiles(Tiles):
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
         def load(_, ref, stage):
             nbytes, swapped = self.entry.nbytes, self._swapped
-            found = loads.load_of_tokens(
+            found = wgmma_operands.load_of_tokens(
                 ref, stage.registers.item(), nbytes, step, groups=self.value_groups, swapped=swapped
             )
             return array(found, self._values.layout)
@@ -396,7 +398,7 @@ class LatentTiles(Tiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=types)
         def load(_, ref, stage):
-            return loads.load_scales(
+            return wgmma_operands.load_scales(
                 ref, stage.registers.item(), self.entry.nbytes, self.scales_at, ROW, self.value_groups
             )
 
@@ -406,7 +408,7 @@ class LatentTiles(Tiles):
     def _clear_token(self, raw, stage, row):
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR, SCALAR))
         def clear(_, ref, stage, row):
-            stores.clear_entry(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
+            wgmma_operands.clear_entry(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
 
         clear(raw[0], stage, row)
 
@@ -497,7 +499,7 @@ class HeadTiles(KVTiles):
 
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = loads.load_head_keys(ref, stage.registers.item(), self.entry.head_dim, group)
+            found = wgmma_operands.load_head_keys(ref, stage.registers.item(), self.entry.head_dim, group)
             return array(found, held.layout)
 
         return load(raw[0], stage)
@@ -507,7 +509,7 @@ class HeadTiles(KVTiles):
 
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=self._values)
         def load(_, ref, stage):
-            found = loads.load_head_values(ref, stage.registers.item(), self.entry.value_dim, step)
+            found = wgmma_operands.load_head_values(ref, stage.registers.item(), self.entry.value_dim, step)
             return array(found, self._values.layout)
 
         return load(raw[1], stage)
@@ -515,7 +517,7 @@ class HeadTiles(KVTiles):
     def _clear_token(self, raw, stage, row):
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR, SCALAR))
         def clear(_, ref, stage, row):
-            stores.clear_head_values(ref, stage.registers.item(), self.entry.value_dim, row.registers.item())
+            wgmma_operands.clear_head_values(ref, stage.registers.item(), self.entry.value_dim, row.registers.item())
 
         clear(raw[1], stage, row)
 
@@ -557,7 +559,7 @@ class RowTiles(KVTiles):
     def _clear_token(self, raw, stage, row):
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR, SCALAR))
         def clear(_, ref, stage, row):
-            stores.clear_entry(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
+            wgmma_operands.clear_entry(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
 
         clear(raw[0], stage, row)
 
@@ -580,7 +582,7 @@ class Int8Tiles(RowTiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = loads.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=False)
+            found = wgmma_operands.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=False)
             return array(found, held.layout)
 
         return load(raw[0], stage)
@@ -590,7 +592,7 @@ class Int8Tiles(RowTiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
         def load(_, ref, stage):
-            found = loads.load_of_tokens(
+            found = wgmma_operands.load_of_tokens(
                 ref, stage.registers.item(), self.entry.nbytes, step,
                 offset=self.values_at, groups=self.value_groups, swapped=False,
             )  # fmt: skip
@@ -604,7 +606,7 @@ class Int8Tiles(RowTiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=types)
         def load(_, ref, stage):
-            return loads.load_scales(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, ROW, 2)
+            return wgmma_operands.load_scales(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, ROW, 2)
 
         keys, values = load(raw[0], stage)
         return [keys], [values]
@@ -616,11 +618,11 @@ class Nvfp4Tiles(RowTiles):
     @property
     def unit(self):
         """What conversion by way of e4m3 leaves to do."""
-        return conversions.E2M1_UNIT
+        return wgmma_operands.E2M1_UNIT
 
     @property
     def _pairs(self):
-        return conversions.E2M1_PAIRS
+        return wgmma_operands.E2M1_PAIRS
 
     def load_keys(self, raw, stage, group):
         """Loads 64 columns of keys, and their scales."""
@@ -628,7 +630,7 @@ class Nvfp4Tiles(RowTiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = loads.load_e2m1_keys(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, group)
+            found = wgmma_operands.load_e2m1_keys(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, group)
             return array(found, held.layout)
 
         return load(raw[0], stage)
@@ -639,7 +641,7 @@ class Nvfp4Tiles(RowTiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
         def load(_, ref, stage):
-            found = loads.load_e2m1_of_tokens(
+            found = wgmma_operands.load_e2m1_of_tokens(
                 ref, stage.registers.item(), self.entry.nbytes, self.values_at, scales_at, step, self.value_groups
             )
             return array(found, self._values.layout)
@@ -653,7 +655,7 @@ class Nvfp4Tiles(RowTiles):
             arg_types=(words(8).layout,), return_type=Array((TILE, KEY_GROUP), jnp.dtype(jnp.float16), layout=WGMMA)
         )
         def convert(_, loaded):
-            return conversions.convert_e2m1_keys(loaded, WGMMA)
+            return wgmma_operands.convert_e2m1_keys(loaded, WGMMA)
 
         return convert(loaded)
 
@@ -664,6 +666,6 @@ class Nvfp4Tiles(RowTiles):
             arg_types=(self._values.layout,), return_type=Array((GROUP, N), jnp.dtype(jnp.float16), layout=WGMMA)
         )
         def convert(_, loaded):
-            return conversions.convert_e2m1_values(loaded, WGMMA, group)
+            return wgmma_operands.convert_e2m1_values(loaded, WGMMA, group)
 
         return convert(loaded)

@@ -8,7 +8,7 @@ from jaxkv_kernels.mosaic_gpu.paged_tma import TokenRows
 
 
 @dataclass(frozen=True)
-class InterpretedRows(TokenRows):
+class InterpretedTokenRows(TokenRows):
     """The same for Pallas's interpreter, which has no strides: a copy of the pages, by part, layer, block and head."""
 
     def index(self, layer, block, token, head=0, part=0):

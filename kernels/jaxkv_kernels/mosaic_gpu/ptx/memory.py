@@ -8,6 +8,10 @@ from jaxkv_kernels.mosaic_gpu.ptx.inline import i32, ptx
 
 LOAD_SHARED = "ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
 """Loads 16 bytes of shared memory."""
+STORE_SHARED = "st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
+"""Stores 16 bytes to shared memory."""
+COLUMN_TILE = 1024
+"""Bytes of 8 rows by 64 columns of 16 bits in shared memory, which the swizzle permutes."""
 
 
 def _kind(width: int) -> str:

@@ -15,9 +15,7 @@ from jax.extend.mlir.dialects import arith
 from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, i32, ptx
-from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE
-from jaxkv_kernels.mosaic_gpu.ptx.memory import LOAD_SHARED
-from jaxkv_kernels.mosaic_gpu.ptx.stores import STORE_SHARED
+from jaxkv_kernels.mosaic_gpu.ptx.memory import COLUMN_TILE, LOAD_SHARED, STORE_SHARED
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
 
 WARP_ROWS = TILE // 4

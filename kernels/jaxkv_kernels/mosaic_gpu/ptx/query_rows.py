@@ -1,4 +1,4 @@
-"""Stores to shared and to device memory.
+"""Rows of queries and of results between device memory, registers and shared memory, with operands swapped.
 
 `quantised_tiles.py` has the mapping of lanes.
 """
@@ -9,29 +9,56 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from jaxkv_kernels.mosaic_gpu.ptx.conversions import Pairs
-from jaxkv_kernels.mosaic_gpu.ptx.fragments import Lane, elements, permuted, words
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import (
+    LANES,
+    Lane,
+    elements,
+    fragmented,
+    permuted,
+    registers_of,
+    words,
+)
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
-from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE, in_stage, row_and_chunk
-
-STORE_SHARED = "st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
-"""Stores 16 bytes to shared memory."""
+from jaxkv_kernels.mosaic_gpu.ptx.memory import COLUMN_TILE
+from jaxkv_kernels.mosaic_gpu.ptx.wgmma_operands import Pairs
 
 
-def clear_head_values(ref, stage, width: int, row) -> None:
-    """Zeroes one token's swizzled values."""
-    lane = Lane()
-    line = arith.addi(arith.muli(arith.shrui(row, c32(3)), c32(8 * width)), arith.shli(arith.andi(row, c32(7)), c32(7)))
-    column = arith.muli(arith.shrui(lane.thread, c32(3)), c32(COLUMN_TILE))
-    first = arith.addi(arith.addi(line, column), arith.shli(arith.andi(lane.thread, c32(7)), c32(4)))
-    _clear(in_stage(ref, stage, width, first), lane.thread, width // 16)
+def load_queries(refs, place, rows: int) -> Any:
+    """Loads eight of every 64 columns of row `thread` // 8 of entry `place` of arrays [n, rows, width]."""
+    row, chunk = _row_and_chunk()
+    inside = arith.cmpi(arith.CmpIPredicate.ult, row, c32(rows))
+    place = arith.extui(i64(), place)
+    found = []
+    for ref in refs:
+        groups = ir.MemRefType(ref.type).shape[-1] // 64
+        width = 128 * groups
+        first = arith.addi(arith.muli(row, c32(width)), arith.shli(chunk, c32(4)))
+        first = arith.addi(arith.muli(place, c64(rows * width)), arith.extui(i64(), first))
+        start = at(mgpu.utils.memref_ptr(ref), first)
+        for group in range(groups):
+            load = (
+                "{ .reg .pred p; setp.ne.b32 p, $5, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; mov.b32 $3, 0; "
+                f"@p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {128 * group}]; }}"
+            )
+            flag = arith.extui(i32(), inside)
+            found.append(ptx(load, start, flag, result_types=[i32()] * 4, has_side_effects=True))
+    return found
 
 
-def clear_entry(ref, stage, nbytes: int, row) -> None:
-    """Zeroes one token's entry."""
-    lane = Lane()
-    first = arith.addi(arith.muli(row, c32(nbytes)), arith.shli(lane.thread, c32(4)))
-    _clear(in_stage(ref, stage, nbytes, first), lane.thread, nbytes // 16)
+def largest(raw, layout) -> Any:
+    """Per lane, the largest magnitude of its row of bf16 queries, as float32."""
+    most: Any = c32(0)
+    for word in elements(raw):
+        most = ptx("max.u16x2 $0, $1, $2;", most, arith.andi(word, c32(0x7FFF7FFF)), result_types=i32())
+    most = arith.maxui(arith.shrui(most, c32(16)), arith.andi(most, c32(0xFFFF)))
+    for distance in (1, 2, 4):
+        shuffle = f"shfl.sync.bfly.b32 $0, $1, {distance}, 31, -1;"
+        most = arith.maxui(most, ptx(shuffle, most, result_types=i32(), has_side_effects=True, convergent=True))
+    f32 = ir.F32Type.get()
+    registers = registers_of(layout, (LANES,))
+    value = arith.bitcast(f32, arith.shli(most, c32(16)))
+    registers.flat[0] = vector.from_elements(ir.VectorType.get((1,), f32), [value])
+    return fragmented(registers, layout)
 
 
 def store_rows(ref, place, parts, rows: int) -> None:
@@ -59,7 +86,7 @@ def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: i
     Columns are in the same order as those of converted keys: `pairs` of every 8 columns.  `inverse` is stored to row
     `first_row` + `stage` of `stats`.
     """
-    row, chunk = row_and_chunk()
+    row, chunk = _row_and_chunk()
     in_tile = arith.andi(row, c32(7))
     odd, quad = arith.andi(chunk, c32(1)), arith.shrui(chunk, c32(1))
     factor, inverse = (elements(x)[0] for x in (factor, inverse))
@@ -87,10 +114,10 @@ def store_queries(refs, groups, stats, stage, raw, factor, inverse, first_row: i
     ptx("st.shared.f32 [$0], $1;", start, inverse, predicate=arith.cmpi(arith.CmpIPredicate.eq, chunk, c32(0)))
 
 
-def _clear(start, thread, lanes: int) -> None:
-    """Zeroes 16 bytes at the address `start` of each of the first `lanes` lanes."""
-    inside = arith.cmpi(arith.CmpIPredicate.ult, thread, c32(lanes))
-    ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", start, c32(0), predicate=inside)
+def _row_and_chunk() -> tuple[Any, Any]:
+    """The row of queries and the chunk of that row that the lane loads; eight lanes share a row."""
+    thread = Lane().thread
+    return arith.shrui(thread, c32(3)), arith.andi(thread, c32(7))
 
 
 def _word(pair) -> Any:
