@@ -40,15 +40,16 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv
-from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS
+from jaxkv_kernels.mosaic_gpu.runtime.device import multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.registers import filled, over_columns, store
 from jaxkv_kernels.mosaic_gpu.softmax import EMPTY
 
 LN2 = math.log(2)
 WARPS, LANES = 4, 32
-MOST_CTAS = 4 * MULTIPROCESSORS
-"""The most CTAs of one warpgroup each: as many as run at once.  With more rows of split requests, a CTA has several.
+CTAS = 4
+"""The most CTAs of one warpgroup each, per multiprocessor: as many as run at once.  With more rows of split requests, a
+CTA has several.
 
 Idle CTAs take time as well.
 """
@@ -85,9 +86,10 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     # A warpgroup merges the sums of a row only if it has a column for each lane.
     # Otherwise, heights are multiples of 8.
     by_splits = width >= WARPS * LANES and (splits >= MANY_SPLITS or height % WARPS != 0)
+    most_ctas = CTAS * multiprocessors()
     if by_splits:
         most = plan.max_splits - batch if splits >= MANY_SPLITS else splits  # of a request, if others have one each
-        warpgroups, group = _share_splits(most, requests * chunks * rows if splits >= MANY_SPLITS else MOST_CTAS)
+        warpgroups, group = _share_splits(most, requests * chunks * rows if splits >= MANY_SPLITS else most_ctas)
         together, held = 1, WARPS
     else:
         warpgroups, group = 1, min(1 << ((4 * splits // 3).bit_length() - 1), FEW_SPLITS)
@@ -99,7 +101,7 @@ def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpre
     per_row = tile.reduce(1)
     flat = plgpu.Layout.WG_STRIDED((width,), width // (WARPS * LANES))
     read = partial(plgpu.load, optimized=False)  # `optimized` loads are for shared memory
-    steps = max(requests * chunks * rows // (together * MOST_CTAS), 1)
+    steps = max(requests * chunks * rows // (together * most_ctas), 1)
 
     def body(split_out_ref, split_lse_ref, split_scale_ref, split_requests_ref, *refs, **scratch):
         *sink_refs, out_ref, lse_ref = refs
@@ -249,7 +251,8 @@ def _share_splits(most: int, ctas: int) -> tuple[int, int]:
     at_once = 1 << max(most.bit_length() - 1, 0)
     if at_once < 2 * WARPS * FEW_WARPGROUPS:
         return 1, max(at_once // WARPS, 1)
-    if ctas * FEW_WARPGROUPS > MOST_CTAS:
+    most_ctas = CTAS * multiprocessors()
+    if ctas * FEW_WARPGROUPS > most_ctas:
         return FEW_WARPGROUPS, MANY_CTAS_AT_ONCE
-    warpgroups = MOST_WARPGROUPS if MOST_WARPGROUPS * ctas <= MOST_CTAS else FEW_WARPGROUPS
+    warpgroups = MOST_WARPGROUPS if MOST_WARPGROUPS * ctas <= most_ctas else FEW_WARPGROUPS
     return warpgroups, min(at_once // (WARPS * warpgroups), FEW_SPLITS)

@@ -27,10 +27,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import Lane, as_pair, fragmented, permuted, registers_of
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, i32, ptx
-from jaxkv_kernels.mosaic_gpu.ptx.memory import LOAD_SHARED
+from jaxkv_kernels.mosaic_gpu.ptx.loads import LOAD_SHARED
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR, WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled

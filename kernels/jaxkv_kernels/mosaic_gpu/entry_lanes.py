@@ -23,11 +23,11 @@ from jax.extend.mlir.dialects import arith
 from jaxkv_kernels.formats.int8 import SMALLEST_SCALE
 from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, WIDEST, Field, PartAddress
 from jaxkv_kernels.mosaic_gpu.interpreter.entries import InterpretedLanes
-from jaxkv_kernels.mosaic_gpu.ptx import convert, float32, fragments
+from jaxkv_kernels.mosaic_gpu.ptx import float32, fragments
+from jaxkv_kernels.mosaic_gpu.ptx.device_memory import load_byte, load_words, store_byte, store_words
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import splat
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, f32, i32, i64
-from jaxkv_kernels.mosaic_gpu.ptx.memory import load_byte, load_words, store_byte, store_words
-from jaxkv_kernels.mosaic_gpu.ptx.warp import largest_of_lanes
+from jaxkv_kernels.mosaic_gpu.ptx.reductions import largest_of_lanes
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
@@ -246,21 +246,21 @@ class Lanes:
             elif scales:
                 divisor = float32.Divisor(scalar(scales[0]))
                 chunks = [
-                    convert.narrow(divisor.quotients(convert.widen(chunk, dtype)), field.stored) for chunk in chunks
+                    float32.narrow(divisor.quotients(float32.widen(chunk, dtype)), field.stored) for chunk in chunks
                 ]
             elif field.stored != dtype:
-                chunks = [convert.narrow(convert.widen(chunk, dtype), field.stored) for chunk in chunks]
+                chunks = [float32.narrow(float32.widen(chunk, dtype), field.stored) for chunk in chunks]
             self._store(field, first, chunks, field.address.alignment, keep)
 
         store(cache_ref, raw, keep.astype(jnp.int32), tuple(index[axis] for axis in AXES), scales)
 
     def _quantised(self, field, chunks, dtype, ref, keep, index, *whole):
         """Converts chunks to values with scales, and stores the scales.  `whole` may have the caller's scale."""
-        values, rule = [convert.widen(chunk, dtype) for chunk in chunks], field.rule
+        values, rule = [float32.widen(chunk, dtype) for chunk in chunks], field.rule
         if whole:
             divisor = float32.Divisor(*whole, wide=True)
             values = [divisor.quotients(each) for each in values]
-        sizes = [convert.largest(each) for each in values]
+        sizes = [float32.largest(each) for each in values]
         for n in range(len(sizes)):
             active = self._active(field, n)
             if active is not None:
@@ -291,21 +291,21 @@ class Lanes:
     def _scale(self, rule, amax):
         """The scale for a largest magnitude as it is stored, in a word, and the function that divides values by it."""
         if rule.power_of_two:
-            bits, inverse = convert.power_of_two_scale(amax, rule.smallest_exponent, rule.largest)
+            bits, inverse = float32.power_of_two_scale(amax, rule.smallest_exponent, rule.largest)
             stored = bits if rule.stored == "float32" else arith.shrui(bits, c32(23))
             return stored, lambda values: float32.scaled(values, inverse)
         if rule.stored == "e4m3":
-            stored, scale = convert.e4m3_scale(amax, round_up=rule.round_up)
+            stored, scale = float32.e4m3_scale(amax, round_up=rule.round_up)
         else:
-            scale = convert.quotient_scale(amax, rule.largest, SMALLEST_SCALE)
+            scale = float32.quotient_scale(amax, rule.largest, SMALLEST_SCALE)
             stored = arith.bitcast(i32(), scale)
         return stored, float32.Divisor(scale).quotients
 
     def _narrowed(self, rule, quotients, values):
         """A chunk of quotients as it is stored."""
         if rule.values == "e2m1x2":
-            return convert.narrow_e2m1(quotients, values)
-        return convert.narrow(quotients, rule.values)
+            return float32.narrow_e2m1(quotients, values)
+        return float32.narrow(quotients, rule.values)
 
     def _store_zeros(self, field, ref, keep, index) -> None:
         """Stores the padding of scales, a byte per lane."""
@@ -356,7 +356,7 @@ class Lanes:
         """The bits of a float32 scale."""
         if field.rule.itemsize == 4:
             return load_words(first, offset, 4, 4, active)
-        return [convert.scale_of_byte(load_byte(first, offset, active), field.rule.stored)]
+        return [float32.scale_of_byte(load_byte(first, offset, active), field.rule.stored)]
 
     def store_values(self, field: Field, ref, found, i, inside, scale):
         """Decodes chunks and stores them as value `field.number` of the i-th row of an array [entries, count]."""
@@ -369,14 +369,14 @@ class Lanes:
         def store(_, ref, raw, own, scales, i, inside):
             chunks = chunks_of(raw, _words_of(field.stored))
             if field.stored != dtype:
-                values = [convert.widen(each, field.stored) for each in chunks]
+                values = [float32.widen(each, field.stored) for each in chunks]
                 factors = (
                     [[arith.bitcast(f32(), word)] for (word,) in chunks_of(own[0], 1)] if own else [[]] * len(values)
                 )
                 for n, each in enumerate(factors):
                     for factor in (*each, *map(scalar, scales)):
                         values[n] = float32.scaled(values[n], factor)
-                chunks = [convert.narrow(each, dtype) for each in values]
+                chunks = [float32.narrow(each, dtype) for each in values]
             first = self._in_row(field, ref, i, dtype)
             self._store(field, first, chunks, _row_alignment(field, dtype), true(inside))
 
@@ -401,7 +401,7 @@ class Lanes:
             counts = arith.cmpf(arith.CmpFPredicate.OGT, weight, mgpu.c(0.0, f32()))
             found = []
             for chunk, before in zip(chunks_of(raw, _words_of(dtype)), chunks_of(sums, CHUNK), strict=True):
-                values = convert.widen([arith.select(counts, word, c32(0)) for word in chunk], dtype)
+                values = float32.widen([arith.select(counts, word, c32(0)) for word in chunk], dtype)
                 found.append(float32.multiplied_and_added(values, weight, before))
             return array(found, f32())
 
@@ -413,7 +413,7 @@ class Lanes:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), self._floats(field).layout, SCALAR, SCALAR, SCALAR))
         def store(_, ref, values, factor, i, inside):
-            chunks = [convert.narrow(float32.scaled(each, scalar(factor)), dtype) for each in chunks_of(values, CHUNK)]
+            chunks = [float32.narrow(float32.scaled(each, scalar(factor)), dtype) for each in chunks_of(values, CHUNK)]
             first = self._in_row(field, ref, i, dtype)
             self._store(field, first, chunks, _row_alignment(field, dtype), true(inside))
 
@@ -485,16 +485,16 @@ def _rotated(own, other, cos, sin, second, dtype: str) -> list[Any]:
 
     `second` is whether `own` has the second values.
     """
-    values, (cos, sin) = convert.widen(own, dtype), (convert.widen(each, "float32") for each in (cos, sin))
+    values, (cos, sin) = float32.widen(own, dtype), (float32.widen(each, "float32") for each in (cos, sin))
     minus = [float32.negated(x) for x in sin]
     if other is None:
         others = [value for pair in zip(values[1::2], values[::2], strict=True) for value in pair]
         cos = [x for x in cos for _ in range(2)]
         sin = [x for pair in zip(minus, sin, strict=True) for x in pair]
     else:
-        others = convert.widen(other, dtype)
+        others = float32.widen(other, dtype)
         sin = [arith.select(second, *pair) for pair in zip(sin, minus, strict=True)]
-    return convert.narrow(float32.sums_of_products(values, cos, others, sin), dtype)
+    return float32.narrow(float32.sums_of_products(values, cos, others, sin), dtype)
 
 
 def _words_of(dtype: str) -> int:

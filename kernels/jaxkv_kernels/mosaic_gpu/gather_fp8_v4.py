@@ -49,7 +49,8 @@ from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, permuted, words
 from jaxkv_kernels.mosaic_gpu.ptx.gather import Lane, load_eight, shuffle
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
-from jaxkv_kernels.mosaic_gpu.ptx.memory import COLUMN_TILE, STORE_SHARED
+from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE
+from jaxkv_kernels.mosaic_gpu.ptx.stores import STORE_SHARED
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
 
@@ -325,7 +326,7 @@ def _entry_addresses(sources, first_tiles: int, zero, tile, loaded) -> list[ir.V
         of_sources = [[arith.select(is_second, b, a) for a, b in zip(*of_sources, strict=True)]]
     ((known, *addresses),) = of_sources
     entry, scales = (arith.select(known, address, nothing) for address in addresses)
-    offset = sources[0][0].part("scales")
+    offset = sources[0][0].offset_of("scales")
     return [*_halves(entry), *load_eight(scales, offset, by_half=False)]
 
 

@@ -70,13 +70,13 @@ def grouped_swiglu(call: GroupedSwiglu) -> jax.Array:
         return jnp.zeros_like(x)
     if (expert := only_expert(call)) is not None:
         return one_expert(call, expert)
+    if not experts.size:
+        return jnp.zeros_like(x) if shared is None else shared_swiglu(x, *shared, call.limit, call.alpha)
     sizes = x.shape[0], experts.size, gate.shape[0]
     scaled = isinstance(gate, TileScaled)
     config = configuration(default_config_of_fp8(*sizes, gate.shape[1]) if scaled else default_config(*sizes))
-    if shared is not None and not (experts.size and call.biases is None and _joins(gate, shared, len(x), config)):
+    if shared is not None and not (call.biases is None and _joins(gate, shared, len(x), config)):
         return grouped_swiglu(replace(call, shared=None)) + shared_swiglu(x, *shared, call.limit, call.alpha)
-    if not experts.size:
-        return jnp.zeros_like(x)
     return one_token(call) if fits_one_token(call) else _swiglu(call, config=config)
 
 

@@ -25,7 +25,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.calls import GroupedSwiglu
 from jaxkv_kernels.mosaic_gpu.interpreter import experts as interpreted
 from jaxkv_kernels.mosaic_gpu.ptx.inline import constant, emit
-from jaxkv_kernels.mosaic_gpu.ptx.warp import over_warp
+from jaxkv_kernels.mosaic_gpu.ptx.reductions import warp_reduction
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
@@ -248,7 +248,7 @@ def _down(refs, cta, *, ctas, dtype, choices, experts, more, inner, width) -> No
         if slot + ahead < slots:
             code += load(slot + ahead)
         code += add(slot)
-    code += over_warp("add.f32", "sum", "other")
+    code += warp_reduction("add.f32", "sum", "other")
     code += _stored(dtype, "sum", out)
     code.append(f"add.u32 n, n, {ctas * WARPS}; bra.uni NEXT; DONE:\n")
     emit(code, refs, cta)
@@ -302,7 +302,7 @@ def _multiplied(dtype: str, token: str, *rows):
 
 def _summed(of: str, to: str):
     """The sum of all lanes, in all lanes."""
-    return [f"add.f32 {to}, {of}_even, {of}_odd;\n", *over_warp("add.f32", to, "other")]
+    return [f"add.f32 {to}, {of}_even, {of}_odd;\n", *warp_reduction("add.f32", to, "other")]
 
 
 def _stored(dtype: str, value: str, to: str):

@@ -100,7 +100,7 @@ from jaxkv_kernels.mosaic_gpu.paged_tma import (
     in_entries_dtype,
     token_rows,
 )
-from jaxkv_kernels.mosaic_gpu.ptx import convert_in_place
+from jaxkv_kernels.mosaic_gpu.ptx import conversions_in_place
 from jaxkv_kernels.mosaic_gpu.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.device import consumer_registers
@@ -711,11 +711,11 @@ class E4M3Tiles:
 
         @plgpu.inline_mgpu(arg_types=(ref_type, ref_type, raw_type, raw_type))
         def convert(_, k, r, raw_k, raw_r):
-            chunks = convert_in_place.load_half(raw_k, k_offset)
-            ropes = convert_in_place.load_rope(raw_r, r_offset) if rope else []
+            chunks = conversions_in_place.load_half(raw_k, k_offset)
+            ropes = conversions_in_place.load_rope(raw_r, r_offset) if rope else []
             mgpu.utils.warpgroup_barrier()
-            convert_in_place.store_half(k, k_offset, chunks)
-            convert_in_place.store_rope(r, r_offset, ropes)
+            conversions_in_place.store_half(k, k_offset, chunks)
+            conversions_in_place.store_rope(r, r_offset, ropes)
 
         convert(self.k, self.r, self.raw_k, self.raw_r)
 

@@ -40,13 +40,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv, multiply_add, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA as WGMMA_CAPABILITIES
 from jaxkv_kernels.mosaic_gpu.runtime.device import (
-    MULTIPROCESSORS,
     consumer_registers,
     interpreting,
+    multiprocessors,
     unavailable_reasons,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA as WGMMA_CAPABILITIES
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     LANE_COLUMNS,
@@ -112,10 +112,11 @@ def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.A
 
 def splits_of(tiles: int, keys: int) -> int:
     """Into how many splits `keys` are divided, for so many tiles of query rows: the fewest that fill the GPU well."""
+    at_once = multiprocessors()
 
     def rounds(splits: int) -> float:
         """The time, relative to that of a GPU without idle multiprocessors."""
-        return -(-tiles * splits // MULTIPROCESSORS) * MULTIPROCESSORS / (tiles * splits)
+        return -(-tiles * splits // at_once) * at_once / (tiles * splits)
 
     possible = [splits for splits in SPLITS if splits == 1 or keys >= splits * LEAST_KEYS]
     return next((splits for splits in possible if rounds(splits) <= WELL_FILLED), min(possible, key=rounds))

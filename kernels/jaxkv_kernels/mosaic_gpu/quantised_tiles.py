@@ -29,8 +29,8 @@ from jaxkv_kernels.addressing import row_view
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.formats.nvfp4 import TILE as SCALE_TILE
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
-from jaxkv_kernels.mosaic_gpu.ptx import query_rows, warp, wgmma_operands
-from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16, INT8_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx import conversions, loads, reductions, stores
+from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16, INT8_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES, array
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, ROW, SCALAR, WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
@@ -101,9 +101,9 @@ class Tiles:
         return E4M3_TO_F16
 
     @property
-    def _pairs(self) -> wgmma_operands.Pairs:
+    def _pairs(self) -> conversions.Pairs:
         """The order of keys: of every 8 columns, the pairs that share a register."""
-        return wgmma_operands.IN_ORDER
+        return conversions.IN_ORDER
 
     def is_wide(self, key_group: int) -> bool:
         """Whether this group of keys is stored as bf16."""
@@ -208,7 +208,7 @@ class Tiles:
             return_type=Array((TILE, KEY_GROUP), jnp.dtype(dtype), layout=WGMMA),
         )
         def convert(_, loaded):
-            return wgmma_operands.convert_keys(loaded, WGMMA, self._convert, wide=wide)
+            return conversions.convert_keys(loaded, WGMMA, self._convert, wide=wide)
 
         return convert(loaded)
 
@@ -219,7 +219,7 @@ class Tiles:
             arg_types=(self._values.layout,), return_type=Array((GROUP, N), jnp.dtype(jnp.float16), layout=WGMMA)
         )
         def convert(_, loaded):
-            return wgmma_operands.convert_values(loaded, WGMMA, group, self._convert, swapped=self._swapped)
+            return conversions.convert_values(loaded, WGMMA, group, self._convert, swapped=self._swapped)
 
         return convert(loaded)
 
@@ -233,7 +233,7 @@ class Tiles:
             arg_types=(WGMMA, PLAIN, SCALAR), return_type=Array((N,), jnp.dtype(jnp.float32), layout=COLUMN)
         )
         def reduce(_, x, stats, side):
-            return warp.over_warps(x, stats, SCRATCH, side.registers.item(), kind, COLUMN)
+            return reductions.over_warps(x, stats, SCRATCH, side.registers.item(), kind, COLUMN)
 
         return reduce(x, stats, jnp.int32(side))
 
@@ -243,7 +243,7 @@ class Tiles:
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR, [WGMMA] * self.value_groups))
         def store(_, ref, place, parts):
-            query_rows.store_rows(ref, place.registers.item(), parts, rows)
+            stores.store_rows(ref, place.registers.item(), parts, rows)
 
         store(ref, place, list(parts))
 
@@ -253,7 +253,7 @@ class Tiles:
 
         @plgpu.inline_mgpu(arg_types=([PLAIN] * len(refs), SCALAR), return_type=self._queries)
         def load(_, refs, place):
-            return array(query_rows.load_queries(refs, place.registers.item(), rows), self._queries.layout)
+            return array(loads.load_queries(refs, place.registers.item(), rows), self._queries.layout)
 
         return load(list(refs), place)
 
@@ -268,7 +268,7 @@ class Tiles:
             return_type=Array((LANES,), jnp.dtype(jnp.float32), layout=PER_LANE),
         )
         def largest(_, loaded):
-            return query_rows.largest(loaded, PER_LANE)
+            return reductions.largest(loaded, PER_LANE)
 
         factor, inverse = scale_to_fit(largest(loaded))
         types = [plgpu.RefType(swizzled(1, dtype=ref.dtype).transforms) for ref in refs]
@@ -276,9 +276,7 @@ class Tiles:
         @plgpu.inline_mgpu(arg_types=(types, PLAIN, SCALAR, self._queries.layout, PER_LANE, PER_LANE))
         def store(_, refs, stats, stage, loaded, factor, inverse):
             stage = stage.registers.item()
-            query_rows.store_queries(
-                refs, self.query_groups, stats, stage, loaded, factor, inverse, INVERSES, self._pairs
-            )
+            stores.store_queries(refs, self.query_groups, stats, stage, loaded, factor, inverse, INVERSES, self._pairs)
 
         store(list(refs), stats, stage, loaded, factor, inverse)
 
@@ -372,7 +370,7 @@ class LatentTiles(Tiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = wgmma_operands.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=wide)
+            found = loads.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=wide)
             return array(found, held.layout)
 
         return load(raw[0], stage)
@@ -383,7 +381,7 @@ class LatentTiles(Tiles):
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
         def load(_, ref, stage):
             nbytes, swapped = self.entry.nbytes, self._swapped
-            found = wgmma_operands.load_of_tokens(
+            found = loads.load_of_tokens(
                 ref, stage.registers.item(), nbytes, step, groups=self.value_groups, swapped=swapped
             )
             return array(found, self._values.layout)
@@ -398,7 +396,7 @@ class LatentTiles(Tiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=types)
         def load(_, ref, stage):
-            return wgmma_operands.load_scales(
+            return loads.load_scales(
                 ref, stage.registers.item(), self.entry.nbytes, self.scales_at, ROW, self.value_groups
             )
 
@@ -408,7 +406,7 @@ class LatentTiles(Tiles):
     def _clear_token(self, raw, stage, row):
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR, SCALAR))
         def clear(_, ref, stage, row):
-            wgmma_operands.clear_entry(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
+            stores.clear_entry(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
 
         clear(raw[0], stage, row)
 
@@ -499,7 +497,7 @@ class HeadTiles(KVTiles):
 
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = wgmma_operands.load_head_keys(ref, stage.registers.item(), self.entry.head_dim, group)
+            found = loads.load_head_keys(ref, stage.registers.item(), self.entry.head_dim, group)
             return array(found, held.layout)
 
         return load(raw[0], stage)
@@ -509,7 +507,7 @@ class HeadTiles(KVTiles):
 
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=self._values)
         def load(_, ref, stage):
-            found = wgmma_operands.load_head_values(ref, stage.registers.item(), self.entry.value_dim, step)
+            found = loads.load_head_values(ref, stage.registers.item(), self.entry.value_dim, step)
             return array(found, self._values.layout)
 
         return load(raw[1], stage)
@@ -517,7 +515,7 @@ class HeadTiles(KVTiles):
     def _clear_token(self, raw, stage, row):
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR, SCALAR))
         def clear(_, ref, stage, row):
-            wgmma_operands.clear_head_values(ref, stage.registers.item(), self.entry.value_dim, row.registers.item())
+            stores.clear_head_values(ref, stage.registers.item(), self.entry.value_dim, row.registers.item())
 
         clear(raw[1], stage, row)
 
@@ -559,7 +557,7 @@ class RowTiles(KVTiles):
     def _clear_token(self, raw, stage, row):
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR, SCALAR))
         def clear(_, ref, stage, row):
-            wgmma_operands.clear_entry(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
+            stores.clear_entry(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
 
         clear(raw[0], stage, row)
 
@@ -582,7 +580,7 @@ class Int8Tiles(RowTiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = wgmma_operands.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=False)
+            found = loads.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=False)
             return array(found, held.layout)
 
         return load(raw[0], stage)
@@ -592,7 +590,7 @@ class Int8Tiles(RowTiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
         def load(_, ref, stage):
-            found = wgmma_operands.load_of_tokens(
+            found = loads.load_of_tokens(
                 ref, stage.registers.item(), self.entry.nbytes, step,
                 offset=self.values_at, groups=self.value_groups, swapped=False,
             )  # fmt: skip
@@ -606,7 +604,7 @@ class Int8Tiles(RowTiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=types)
         def load(_, ref, stage):
-            return wgmma_operands.load_scales(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, ROW, 2)
+            return loads.load_scales(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, ROW, 2)
 
         keys, values = load(raw[0], stage)
         return [keys], [values]
@@ -618,11 +616,11 @@ class Nvfp4Tiles(RowTiles):
     @property
     def unit(self):
         """What conversion by way of e4m3 leaves to do."""
-        return wgmma_operands.E2M1_UNIT
+        return conversions.E2M1_UNIT
 
     @property
     def _pairs(self):
-        return wgmma_operands.E2M1_PAIRS
+        return conversions.E2M1_PAIRS
 
     def load_keys(self, raw, stage, group):
         """Loads 64 columns of keys, and their scales."""
@@ -630,7 +628,7 @@ class Nvfp4Tiles(RowTiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = wgmma_operands.load_e2m1_keys(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, group)
+            found = loads.load_e2m1_keys(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, group)
             return array(found, held.layout)
 
         return load(raw[0], stage)
@@ -641,7 +639,7 @@ class Nvfp4Tiles(RowTiles):
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
         def load(_, ref, stage):
-            found = wgmma_operands.load_e2m1_of_tokens(
+            found = loads.load_e2m1_of_tokens(
                 ref, stage.registers.item(), self.entry.nbytes, self.values_at, scales_at, step, self.value_groups
             )
             return array(found, self._values.layout)
@@ -655,7 +653,7 @@ class Nvfp4Tiles(RowTiles):
             arg_types=(words(8).layout,), return_type=Array((TILE, KEY_GROUP), jnp.dtype(jnp.float16), layout=WGMMA)
         )
         def convert(_, loaded):
-            return wgmma_operands.convert_e2m1_keys(loaded, WGMMA)
+            return conversions.convert_e2m1_keys(loaded, WGMMA)
 
         return convert(loaded)
 
@@ -666,6 +664,6 @@ class Nvfp4Tiles(RowTiles):
             arg_types=(self._values.layout,), return_type=Array((GROUP, N), jnp.dtype(jnp.float16), layout=WGMMA)
         )
         def convert(_, loaded):
-            return wgmma_operands.convert_e2m1_values(loaded, WGMMA, group)
+            return conversions.convert_e2m1_values(loaded, WGMMA, group)
 
         return convert(loaded)

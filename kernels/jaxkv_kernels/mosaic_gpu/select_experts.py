@@ -21,7 +21,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.calls import SelectExperts
 from jaxkv_kernels.mosaic_gpu.interpreter import experts as interpreted
 from jaxkv_kernels.mosaic_gpu.ptx.inline import constant, emit
-from jaxkv_kernels.mosaic_gpu.ptx.warp import over_warp
+from jaxkv_kernels.mosaic_gpu.ptx.reductions import warp_reduction
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
@@ -29,6 +29,9 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 WARPS, LANES = 4, 32
 """Warps, and tokens, of a CTA; lanes of a warp."""
+MOST_EXPERTS = 1024
+"""Experts whose scores fit in the registers of a warp."""
+SCORINGS = "softmax", "sigmoid"
 OUT = "0x80000000"
 """The key of an expert that cannot be chosen: the lowest int32."""
 START = """
@@ -47,11 +50,6 @@ setp.lt.and.u32 q, lane, {chosen}, inside; mul.wide.u32 row, token, {bytes}; mul
 add.s64 row, row, a; add.s64 a, row, ${ids}; @q st.global.b32 [a], mine;
 add.s64 a, row, ${weights}; @q st.global.f32 [a], own;
 """
-
-
-MOST_EXPERTS = 1024
-"""Experts whose scores fit in the registers of a warp."""
-SCORINGS = "softmax", "sigmoid"
 
 
 def unsupported_reasons(call: SelectExperts) -> Iterator[str]:
@@ -139,12 +137,12 @@ def _softmax(registers):
     """Replaces the logits by their softmax."""
     yield "mov.f32 x, s0;\n"
     yield from (f"max.f32 x, x, s{r};\n" for r in registers)
-    yield from over_warp("max.f32", "x", "y")
+    yield from warp_reduction("max.f32", "x", "y")
     yield "mov.f32 sum, 0f00000000;\n"
     for r in registers:
         yield f"sub.f32 s{r}, s{r}, x; mul.f32 s{r}, s{r}, {constant(LOG2E)}; ex2.approx.f32 s{r}, s{r};\n"
         yield f"add.f32 sum, sum, s{r};\n"
-    yield from over_warp("add.f32", "sum", "y")
+    yield from warp_reduction("add.f32", "sum", "y")
     yield from (f"div.rn.f32 s{r}, s{r}, sum;\n" for r in registers)
 
 

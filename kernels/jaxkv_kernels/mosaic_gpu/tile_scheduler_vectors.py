@@ -135,11 +135,11 @@ class Registers:
                 for n, value in enumerate(x):
                     total = threads.load(sums, index(sum_, n, warp))
                     is_lower = threads.compare("slt", threads.lane, threads.warp)
-                    lower = threads.over_warp("add", threads.select(is_lower, total, zero))
+                    lower = threads.warp_reduction("add", threads.select(is_lower, total, zero))
                     own.append(threads.add(threads.add(value, lower), before))
                     if n + 1 < len(x):
                         is_one = threads.compare("slt", threads.lane, threads.constant(warps))
-                        before = threads.add(before, threads.over_warp("add", threads.select(is_one, total, zero)))
+                        before = threads.add(before, threads.warp_reduction("add", threads.select(is_one, total, zero)))
                 running.append(own)
             return running
 
@@ -169,7 +169,7 @@ class Registers:
 
         def reduce(threads, loads, splits, load, split, candidate):
             values = [
-                (threads.over_warp("max", load[n]), threads.over_warp("add", split[n]), index)
+                (threads.warp_reduction("max", load[n]), threads.warp_reduction("add", split[n]), index)
                 for n, index in enumerate(candidate)  # the same for all lanes of a warp
             ]
             with threads.when(threads.compare("eq", threads.lane, threads.constant(0))):
@@ -200,7 +200,7 @@ class Registers:
             lowest = x[0]
             for value in x[1:]:
                 lowest = threads.least(lowest, value)
-            return threads.over_warp("min", lowest)
+            return threads.warp_reduction("min", lowest)
 
         candidate = self._call(by_lane, refs=0, result=registers)
         costs = jnp.where(candidate < count, cost(jnp.minimum(candidate, count - 1)), HUGE)
@@ -413,7 +413,7 @@ class Threads:
         ptx = "shfl.sync.down.b32 $0, $1, 1, 31, -1;"
         return self._mgpu.utils.inline_ptx(ptx, value, result_types=self.i32, has_side_effects=True, convergent=True)
 
-    def over_warp(self, kind: str, value):
+    def warp_reduction(self, kind: str, value):
         """The minimum ("min"), maximum ("max") or sum ("add") of the values of the warp's lanes."""
         ptx = f"redux.sync.{kind}.s32 $0, $1, -1;"
         return self._mgpu.utils.inline_ptx(ptx, value, result_types=self.i32, has_side_effects=True, convergent=True)

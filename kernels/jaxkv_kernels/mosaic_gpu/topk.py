@@ -140,8 +140,8 @@ def _search(chunks, counters, keys, places, k: int, end: int):
         least = guess(step, low, at_low, high, at_high)
         at_least = count(step=step, least=least)
         enough = at_least >= k
-        low, at_low = jnp.where(enough, least, low), jnp.where(enough, at_least, at_low)
-        return step + 1, low, at_low, jnp.where(enough, high, least), jnp.where(enough, at_high, at_least)
+        step, low, at_low = step + 1, jnp.where(enough, least, low), jnp.where(enough, at_least, at_low)
+        return step, low, at_low, jnp.where(enough, high, least), jnp.where(enough, at_high, at_least)
 
     def search():
         carry = jnp.int32(1), low, valid, high + 1, jnp.int32(0)

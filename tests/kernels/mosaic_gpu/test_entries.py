@@ -124,4 +124,4 @@ def test_teams_are_as_large_as_the_largest_field_asks_for(entry, lanes, rounds):
     assert found.lanes == lanes
     assert [found.rounds(field) for field in fields] == rounds
     assert found.together == 1
-    assert teams(fields, 10**6, interpret=False).together == (2 if sum(rounds) <= 4 else 1)
+    assert teams(fields, 10**6).together == (2 if sum(rounds) <= 4 else 1)

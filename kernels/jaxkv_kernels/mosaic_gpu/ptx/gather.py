@@ -14,10 +14,11 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.ptx.convert import E4M3_TO_F16
+from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import permuted, words
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
-from jaxkv_kernels.mosaic_gpu.ptx.memory import COLUMN_TILE, LOAD_SHARED, STORE_SHARED
+from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE, LOAD_SHARED
+from jaxkv_kernels.mosaic_gpu.ptx.stores import STORE_SHARED
 from jaxkv_kernels.mosaic_gpu.scaling import (
     E8M0_RANGE,
     EXPONENT,
