@@ -229,7 +229,7 @@ class _Latents(Context):
             k_nope, v = self._products(kv_c)
             return attend_expanded(q, k_nope, k_pe, v, kv_lens, scale=self.scale)
 
-        from jaxkv_kernels.mosaic_gpu.prefill import TILE_ROWS
+        from jaxkv_kernels.mosaic_gpu.token_rows import TILE_ROWS
 
         return InParts(attend, rope, TILE_ROWS)
 

@@ -12,6 +12,7 @@ from jaxkv.ops.composed import prefill_mla
 from jaxkv.ops.composed.prefill_mla import LEAST_ON_GPUS, LEAST_WITH_KERNEL, expansion_pays, prefers_expansion
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.mosaic_gpu import prefill as mosaic_prefill
+from jaxkv_kernels.mosaic_gpu.token_rows import TILE_ROWS
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
 from support.cases import each_value, on_layouts
@@ -300,7 +301,7 @@ def test_keys_in_parts(monkeypatch):
 
     def attend(q, k_nope, k_pe, v, kv_lens, *, scale):
         """What `attend_expanded` returns, in two splits."""
-        assert k_nope.shape[1] % mosaic_prefill.TILE_ROWS == 0
+        assert k_nope.shape[1] % TILE_ROWS == 0
         calls.append(q.shape)
         k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
         k, first = jnp.concatenate([k_nope, k_pe], axis=-1), 72

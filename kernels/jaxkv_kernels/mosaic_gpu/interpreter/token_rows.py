@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.mosaic_gpu.paged_tma import TokenRows
+from jaxkv_kernels.mosaic_gpu.token_rows import TokenRows
 
 
 @dataclass(frozen=True)
