@@ -91,8 +91,8 @@ def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.A
 
     Args:
       q: [B, Q, H, N + P], bfloat16 or float16.
-      k_nope: [B, S, H, N], the dtype of `q`; S is a multiple of TILE_ROWS (`token_rows.py`), because TMA clips copies of
-        tiles only then.
+      k_nope: [B, S, H, N], the dtype of `q`.  S is a multiple of TILE_ROWS (`token_rows.py`): TMA clips copies of tiles
+        only then.
       k_pe: [B, S, P], the same for all heads.
       v: [B, S, H, V].
       kv_lens: int32 [B], the keys of each request.
