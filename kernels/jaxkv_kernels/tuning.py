@@ -3,7 +3,7 @@
 The tunable numbers of a kernel are the fields of a frozen dataclass, its configuration.  A default configuration is the
 best one found on the devices that its definition names.  Another one is used within `using`:
 
-    with using(KVConfig(stages=2)):
+    with using(GQAConfig(stages=2)):
         jaxkv.decode_kv(...)
 
 `jaxkv bench ops --tune` tries the values that a configuration's `SEARCH` lists for each field.

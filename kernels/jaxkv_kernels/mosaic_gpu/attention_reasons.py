@@ -2,11 +2,11 @@
 
 from collections.abc import Iterator
 
-from jaxkv_kernels.calls import DecodeMLA, PlanDecode
-from jaxkv_kernels.formats.entries import Entry, MLAEntry
+from jaxkv_kernels.calls import DecodeCall, PlanDecode
+from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
-from jaxkv_kernels.mosaic_gpu.paged_tma import TILE_COLUMNS
 from jaxkv_kernels.mosaic_gpu.sizes import LATENT, ROPE
+from jaxkv_kernels.mosaic_gpu.token_rows import TILE_COLUMNS
 
 
 def query_dtype(entry: Entry, dtype, name: str) -> Iterator[str]:
@@ -15,14 +15,14 @@ def query_dtype(entry: Entry, dtype, name: str) -> Iterator[str]:
         yield f"{name} of {dtype}: supports {entry.input_dtype} with entries of format {entry.format!r}"
 
 
-def latent_sizes(entry: MLAEntry, *latents: int) -> Iterator[str]:
+def latent_sizes(entry: Entry, *latents: int) -> Iterator[str]:
     """A reason against latents of such sizes; `latents` are the supported numbers of values, by default 512."""
     supported = [(latent, ROPE) for latent in latents or (LATENT,)]
     if entry.sizes not in supported:
         yield f"{values_of(entry)}: supports {' and '.join(f'{latent} + {rope}' for latent, rope in supported)}"
 
 
-def plain_latents(call: DecodeMLA | PlanDecode) -> Iterator[str]:
+def plain_latents(call: DecodeCall | PlanDecode) -> Iterator[str]:
     """Reasons against latents that are not quantised, which TMA copies as they are."""
     latent, rope = call.entry.sizes
     if latent % TILE_COLUMNS or latent > LATENT or rope not in (0, 16, 32, 64):

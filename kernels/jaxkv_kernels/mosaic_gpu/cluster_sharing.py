@@ -44,7 +44,9 @@ def own_steps(tile: WorkTile, cta, step: int) -> WorkTile:
     return tile._replace(begin=begin, end=end)
 
 
-def exchange_types(partitions: int, rows: int, columns: int, dtype) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def exchange_types(
+    partitions: int, rows: int, columns: int, dtype
+) -> tuple[tuple[jax.ShapeDtypeStruct, ...], dict[str, Any]]:
     """Results of a kernel that are the places in device memory, and scratch types.  Both hold splits of each CTA."""
     # Of short vectors, more are copied than the two that are used, for the sake of the alignment.
     shape, vectors = (partitions, PLACES, CTAS), (max(2, ALIGNMENT // (4 * rows)), rows)

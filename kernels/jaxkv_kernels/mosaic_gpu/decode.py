@@ -7,7 +7,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.calls import DecodeKV, DecodeMLA, PlanDecode
+from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu import gqa, mla_dense, mla_dense_swap_ab, mla_sparse, quantised_swap_ab
@@ -73,7 +73,7 @@ def unsupported_plan(call: PlanDecode) -> Iterator[str]:
     yield from query_dtype(call.entry, call.dtype, "queries")
 
 
-def _kernel_reasons(call: DecodeMLA | DecodeKV | PlanDecode, rows: int) -> Iterator[str]:
+def _kernel_reasons(call: DecodeCall | PlanDecode, rows: int) -> Iterator[str]:
     """The reasons of the kernel of a call with `rows` rows per KV head, which `default_config` picks."""
     if isinstance(call.entry, KVEntry):
         if call.entry.quantised:
@@ -170,7 +170,8 @@ def _decode_mla(
         results = mla_dense_swap_ab.attend(call, queries, config, interpret=interpret)
     else:
         results = mla_dense.attend(call, queries, config, interpret=interpret)
-    out, lse = combine(*results, call.plan, rows=rows, interpret=interpret)
+    out, lse, split_out, split_lse, split_scale = results
+    out, lse = combine(out, lse, split_out, split_lse, split_scale, call.plan, rows=rows, interpret=interpret)
     return out[:, :rows].reshape(batch, tokens, heads, latent), lse[:, :rows].reshape(batch, tokens, heads)
 
 

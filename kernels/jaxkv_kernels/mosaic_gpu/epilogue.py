@@ -28,7 +28,7 @@ FINITE = 1e37
 def result_types(
     leading: tuple[int, ...], splits: int, dtype, *, rows: int, width: int, lse: int, split_lse: int, scales: int,
     split_width: int | None = None,
-) -> tuple[Any, ...]:  # fmt: skip
+) -> tuple[jax.ShapeDtypeStruct, ...]:  # fmt: skip
     """Shapes and dtypes of the five results of an attention kernel.
 
     These are the values and log-sum-exps of whole requests, and the values, log-sum-exps (base 2) and scales of splits.

@@ -47,8 +47,10 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
 )
 from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, permuted, words
-from jaxkv_kernels.mosaic_gpu.ptx.gather import COLUMN_TILE, STORE, Lane, load_eight, shuffle
+from jaxkv_kernels.mosaic_gpu.ptx.gather import Lane, load_eight, shuffle
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE
+from jaxkv_kernels.mosaic_gpu.ptx.stores import STORE_SHARED
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
 
@@ -360,7 +362,7 @@ def _store_unit(ref, raw, scales, unit, stage: int) -> None:
     if unit.kind == "rope":
         start = at(mgpu.utils.memref_ptr(ref), lane.swizzled_offset(lane.chunk, COLUMN_TILES))
         for step, chunk in zip(steps, chunks, strict=True):
-            ptx(STORE.format(offset=step), start, *chunk)
+            ptx(STORE_SHARED.format(offset=step), start, *chunk)
         return
     if unit.kind == "half":
         # Lanes have their first two rows of the four, or their last two.
@@ -379,7 +381,7 @@ def _store_unit(ref, raw, scales, unit, stage: int) -> None:
     for step, chunk, scale in zip(steps, chunks, map(_pair, bytes_), strict=True):
         values = [x for value in chunk for x in ptx(CONVERT, value, scale, result_types=[i32()] * 2)]
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
-            ptx(STORE.format(offset=step), start, *four)
+            ptx(STORE_SHARED.format(offset=step), start, *four)
 
 
 def _pair(scale) -> ir.Value:

@@ -57,19 +57,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.calls import DecodeKV, PlanDecode
+from jaxkv_kernels.calls import DecodeCall, DecodeKV, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import values_of
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
 from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values
-from jaxkv_kernels.mosaic_gpu.paged_tma import (
-    Columns,
-    PagedKeys,
-    PageTable,
-    copies_per_tile,
-    in_entries_dtype,
-    token_rows,
-)
+from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, floordiv, multiply_add, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
@@ -91,6 +84,7 @@ from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
     load_work_range,
     load_work_tile,
 )
+from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 from jaxkv_kernels.tuning import require
 
 STATS_AND_BARRIERS = 3 * 1024
@@ -142,7 +136,7 @@ def _stages(config: GQAConfig, head_dim: int, value_dim: int, itemsize: int) -> 
     return stages, min((room - stages * tiles) // queries, config.query_stages)
 
 
-def unsupported_reasons(call: DecodeKV | PlanDecode) -> Iterator[str]:
+def unsupported_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     """Reasons against attending to the entries of this call."""
     if not {*call.entry.sizes} <= {64, 128, 192, 256}:
         yield f"{values_of(call.entry)}: supports 64, 128, 192 and 256 of each"

@@ -6,7 +6,7 @@ import jax
 
 from jaxkv_kernels.addressing import ROW_LIMIT, Pages
 from jaxkv_kernels.formats.entries import Entry
-from jaxkv_kernels.mosaic_gpu.paged_tma import origin_step
+from jaxkv_kernels.mosaic_gpu.token_rows import origin_step
 
 BULK = 16
 """Bytes: addresses and sizes of bulk copies are multiples of it."""

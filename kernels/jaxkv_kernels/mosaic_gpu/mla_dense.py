@@ -87,19 +87,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.calls import DecodeMLA, PlanDecode
+from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu import cluster_sharing, masks
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, plain_latents
 from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, steps, unaligned
-from jaxkv_kernels.mosaic_gpu.paged_tma import (
-    Columns,
-    PagedKeys,
-    PageTable,
-    copies_per_tile,
-    in_entries_dtype,
-    token_rows,
-)
+from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.ptx import conversions_in_place
 from jaxkv_kernels.mosaic_gpu.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
@@ -117,6 +110,7 @@ from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
     load_work_range,
     load_work_tile,
 )
+from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 from jaxkv_kernels.tuning import require
 
 DTYPE = jnp.dtype(jnp.float16)
@@ -185,7 +179,7 @@ class QuantisedMLADenseConfig:
         check_threshold(self)
 
 
-def unsupported_reasons(call: DecodeMLA | PlanDecode) -> Iterator[str]:
+def unsupported_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     """Reasons against attending to the entries of this call."""
     if not call.entry.quantised:
         yield from plain_latents(call)
@@ -561,7 +555,7 @@ def attend(
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
-    kv_scales = [jnp.reshape(call.kv_scale, (1,))] if quantised else []
+    kv_scales = [] if call.kv_scale is None else [jnp.reshape(call.kv_scale, (1,))]
     found = kernel(
         body,
         interpret=interpret,
@@ -651,9 +645,10 @@ def barriers(memory: dict[str, Any], *, quantised: bool) -> tuple[Any, ...]:
     return tuple(arrays.get(name, memory[name]) for name in names)
 
 
-def _free(cluster: int) -> Any:
-    barrier: Any = plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4)
-    return barrier if cluster > 1 else plgpu.Barrier(num_barriers=4)
+def _free(cluster: int) -> plgpu.Barrier | plgpu.ClusterBarrier:
+    if cluster > 1:
+        return plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=4)
+    return plgpu.Barrier(num_barriers=4)
 
 
 def _operands(count: int, dtype, interpret: bool) -> dict[str, Any]:
@@ -661,12 +656,12 @@ def _operands(count: int, dtype, interpret: bool) -> dict[str, Any]:
     return {"operands": swizzled(count, TILE, TILE, dtype=dtype)} if interpret else {}
 
 
-def raw_halves() -> Any:
+def raw_halves() -> pl.MemoryRef:
     """Shared memory of two tiles' halves [2, 2, 64, 256] as bytes, each in the place of its float16 values."""
     return plgpu.SMEM((2, 2, 2, TILE, HALF), jnp.uint8)
 
 
-def raw_ropes() -> Any:
+def raw_ropes() -> pl.MemoryRef:
     """Shared memory of two tiles' rotary keys [2, 64, 64] as bytes, each in the place of its float16 values."""
     return plgpu.SMEM((2, 2, TILE, ROPE), jnp.uint8)
 

@@ -62,19 +62,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.calls import DecodeMLA, PlanDecode
+from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import plain_latents
 from jaxkv_kernels.mosaic_gpu.cluster_sharing import PLACES, Exchange, exchange_types, merge_factors, own_steps
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values, first_seen, is_masked, seen_tokens
-from jaxkv_kernels.mosaic_gpu.paged_tma import (
-    Columns,
-    PagedKeys,
-    PageTable,
-    copies_per_tile,
-    in_entries_dtype,
-    token_rows,
-)
+from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, filled, over_rows, zeros
@@ -89,6 +82,7 @@ from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
     load_work_range,
     load_work_tile,
 )
+from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 from jaxkv_kernels.tuning import require
 
 
@@ -117,7 +111,7 @@ class MLASwapABConfig:
         check_threshold(self)
 
 
-def unsupported_reasons(call: DecodeMLA | PlanDecode) -> Iterator[str]:
+def unsupported_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     """Reasons against attending to the entries of this call."""
     yield from plain_latents(call)
 

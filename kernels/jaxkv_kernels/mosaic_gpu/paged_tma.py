@@ -6,25 +6,20 @@ for slots.
 """
 
 from dataclasses import dataclass
-from math import gcd
 from typing import Any, NamedTuple, Protocol
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing import Pages
-from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.mosaic_gpu.interpreter.token_rows import InterpretedTokenRows
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import prefetch_to_l2
-from jaxkv_kernels.mosaic_gpu.runtime.strided import restride
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
-
-TILE_ROWS, TILE_COLUMNS = 8, 64
-"""TMA copies whole tiles of the swizzled memory that wgmma reads (16-bit elements)."""
+from jaxkv_kernels.mosaic_gpu.token_rows import TokenRows, origin_step
 
 
 class Columns(NamedTuple):
@@ -114,84 +109,9 @@ class PageTable:
         return x
 
 
-@dataclass(frozen=True)
-class TokenRows:
-    """A view [origins, tokens, width] of the buffer: if a page begins at an origin, row t of the origin is its token t.
-
-    Every multiple of `step` elements is an origin, so that a page may begin wherever the strides put it.  Rows of
-    different origins overlap, so only TMA copies can address the view (`install`).
-    """
-
-    pages: Pages
-    step: int
-    """Elements from one origin to the next.  The offset and all strides between pages are multiples of it."""
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        """Origins, tokens per page, elements per entry."""
-        return self.pages.size // self.step, self.pages.block_size, self.pages.width
-
-    @property
-    def strides(self) -> tuple[int, int, int]:
-        """The strides of the axes of `shape`, in elements."""
-        return self.step, self.pages.token_stride, 1
-
-    def index(self, layer, block, token, head=0, part=0):
-        """The origin of a page, and the row of `token`, a multiple of 8.
-
-        `part` 1 is the page of the values, if keys and values lie apart.
-        """
-        origin = self.pages.offset // self.step
-        indices = {"layer": layer, "block": block, "head": head, "part": part}
-        for axis, (count, stride) in _origin_axes(self.pages).items():
-            origin = origin + indices[axis] * (stride // self.step if count > 1 else 0)
-        return origin, pl.multiple_of(token, TILE_ROWS)
-
-    def columns(self, first: int, count: int, origin):
-        """Columns of a row, for `.at`."""
-        # Traced, since Pallas checks constants against the shape of the operand.
-        return pl.ds(pl.multiple_of(first + (origin - origin), TILE_COLUMNS), count)
-
-    def of(self, buffer: jax.Array) -> jax.Array:
-        """The operand of a kernel; no copy."""
-        return buffer.reshape(-1, 1, self.step)
-
-    def install(self, ref) -> None:
-        """Makes the TMA copies of a kernel address `ref`, its operand, by this view."""
-        restride(ref, self.shape, self.strides)
-
-    def start(self, ref, origin, row):
-        """A reference to the first element of a row of the operand, for instructions that take an address."""
-        return ref.at[origin, 0, pl.ds(row * self.pages.token_stride, 1)]
-
-
 def token_rows(pages: Pages) -> TokenRows:
     """The view of a buffer of the entries' dtype, for the GPU or the interpreter."""
-    if interpreting.value:
-        from jaxkv_kernels.mosaic_gpu.interpreter.paged import InterpretedRows
-
-        return InterpretedRows(pages, origin_step(pages))
-    return TokenRows(pages, origin_step(pages))
-
-
-def origin_step(pages: Pages) -> int:
-    """Elements from one origin to the next.  It also divides the size, because the operand has a row per origin."""
-    return gcd(pages.size, pages.offset, *(stride for count, stride in _origin_axes(pages).values() if count > 1))
-
-
-def in_entries_dtype(buffer: jax.Array, pages: Pages, dtype: Any) -> tuple[jax.Array, Pages]:
-    """The buffer as elements of `dtype`, the entries' own, and the pages in such elements; no copy."""
-    return view_as(buffer, dtype), pages.resized(buffer.dtype.itemsize, jnp.dtype(dtype).itemsize)
-
-
-def _origin_axes(pages: Pages) -> dict[str, tuple[int, int]]:
-    """(count, stride) of the axes along which pages lie."""
-    return {
-        "layer": (pages.num_layers, pages.layer_stride),
-        "block": (pages.num_blocks, pages.block_stride),
-        "head": (pages.num_heads, pages.head_stride),
-        "part": (pages.num_parts, pages.part_stride),
-    }
+    return (InterpretedTokenRows if interpreting.value else TokenRows)(pages, origin_step(pages))
 
 
 class PagedKeys:

@@ -59,14 +59,13 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 )
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.token_rows import TILE_ROWS
 from jaxkv_kernels.xla import prefill as gathered
 
 CUDNN = gathered.DenseAttention(cudnn.attention, cudnn.ragged_attention, by_lengths=True)
 
 SIZES = (128, 64, 128)
 """Values of a key without and in its rotary part, and of a value: DeepSeek's."""
-TILE_ROWS = 8
-"""The number of keys is a multiple of it: TMA clips copies of tiles only then."""
 ROWS = 64
 """Query tokens of a consumer."""
 KEYS = 128
@@ -143,7 +142,8 @@ def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.A
 
     Args:
       q: [B, Q, H, N + P], bfloat16 or float16.
-      k_nope: [B, S, H, N], the dtype of `q`; S is a multiple of TILE_ROWS.
+      k_nope: [B, S, H, N], the dtype of `q`.  S is a multiple of TILE_ROWS (`token_rows.py`): TMA clips copies of tiles
+        only then.
       k_pe: [B, S, P], the same for all heads.
       v: [B, S, H, V].
       kv_lens: int32 [B], the keys of each request.

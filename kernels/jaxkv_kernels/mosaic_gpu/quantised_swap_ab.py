@@ -76,7 +76,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing import row_view
-from jaxkv_kernels.calls import DecodeKV, DecodeMLA, PlanDecode
+from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, values_of
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
@@ -87,7 +87,7 @@ from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
 )
 from jaxkv_kernels.mosaic_gpu.layout_reasons import apart, block_sizes, origins, steps, unaligned
 from jaxkv_kernels.mosaic_gpu.masks import apply_mask
-from jaxkv_kernels.mosaic_gpu.paged_tma import PageTable, in_entries_dtype
+from jaxkv_kernels.mosaic_gpu.paged_tma import PageTable
 from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
     GROUP,
     INVERSES,
@@ -109,6 +109,7 @@ from jaxkv_kernels.mosaic_gpu.scaling import EXPONENT, INVERSE, LEAST_FACTOR, MO
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import TILE_COSTS, SplitCosts, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 from jaxkv_kernels.tuning import require
 
 _QUANTISED_TILE_COSTS = replace(TILE_COSTS, least=4)
@@ -210,7 +211,7 @@ def tiles_of(entry, *, interpret: bool) -> Tiles:
     return kinds[interpret](entry)
 
 
-def mla_reasons(call: DecodeMLA | PlanDecode) -> Iterator[str]:
+def mla_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     """Reasons against attending to the latents of this call."""
     pages = call.pages
     yield from latent_sizes(call.entry)
@@ -224,7 +225,7 @@ def mla_reasons(call: DecodeMLA | PlanDecode) -> Iterator[str]:
         yield str(error)
 
 
-def gqa_reasons(call: DecodeKV | PlanDecode, rows: int, most_rows: int) -> Iterator[str]:
+def gqa_reasons(call: DecodeCall | PlanDecode, rows: int, most_rows: int) -> Iterator[str]:
     """Reasons against attending to the keys and values of this call with `rows` query rows per KV head."""
     yield from apart(call.pages, call.entry)
     if not {*call.entry.sizes} <= {128, 256}:
@@ -242,7 +243,7 @@ def _scales(call: DecodeMLA | DecodeKV) -> tuple[jax.Array, ...]:
     """The scales of keys and of values, float32 [1] or [heads]; none for entries with scales of their own."""
     if isinstance(call, DecodeMLA):
         return () if call.kv_scale is None else (jnp.reshape(call.kv_scale, (1,)),) * 2
-    return () if call.k_scale is None else tuple(jnp.reshape(scale, (-1,)) for scale in (call.k_scale, call.v_scale))
+    return tuple(jnp.reshape(scale, (-1,)) for scale in (call.k_scale, call.v_scale) if scale is not None)
 
 
 def attend(

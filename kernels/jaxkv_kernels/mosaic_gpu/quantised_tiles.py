@@ -17,15 +17,15 @@ e2m1 keys have another order (`E2M1_PAIRS`); e2m1 values, in the order above, ar
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import row_view
+from jaxkv_kernels.addressing import Pages, row_view
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.formats.nvfp4 import TILE as SCALE_TILE
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
@@ -53,7 +53,7 @@ PLAIN = plgpu.RefType()
 Array = plgpu.ShapeDtypeStruct
 
 
-def words(per_lane: int) -> Any:
+def words(per_lane: int) -> plgpu.ShapeDtypeStruct:
     """The type of int32 arrays in which each lane holds `per_lane` words, in vectors of four."""
     shape = (LANES * per_lane,)
     return Array(shape, jnp.dtype(jnp.int32), layout=plgpu.Layout.WG_STRIDED(shape, 4))
@@ -91,7 +91,7 @@ class Tiles:
         return 1.0
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> np.dtype:
         """The dtype of the buffer, as the kernel sees it."""
         return jnp.dtype(jnp.uint8)
 
@@ -111,7 +111,7 @@ class Tiles:
         return False
 
     @property
-    def query_dtypes(self) -> tuple[Any, ...]:
+    def query_dtypes(self) -> tuple[np.dtype, ...]:
         """The dtypes of the arrays in shared memory that hold the queries."""
         raise NotImplementedError
 
@@ -139,12 +139,12 @@ class Tiles:
         return _in_batches(STEPS, size)
 
     @property
-    def _values(self) -> Any:
+    def _values(self) -> plgpu.ShapeDtypeStruct:
         """The type of the part of 16 tokens' values that a lane loads."""
         return words(4 * self.value_groups)
 
     @property
-    def _queries(self) -> Any:
+    def _queries(self) -> plgpu.ShapeDtypeStruct:
         """The type of the part of a request's queries that a lane loads."""
         return words(4 * self.key_groups)
 
@@ -158,7 +158,7 @@ class Tiles:
         del consumers
         return most
 
-    def raw_types(self, stages: int) -> tuple[Any, ...]:
+    def raw_types(self, stages: int) -> tuple[pl.MemoryRef, ...]:
         """The types of the shared memory that holds `stages` tiles."""
         raise NotImplementedError
 
@@ -166,11 +166,11 @@ class Tiles:
         """The number of copies that fetch a tile."""
         raise NotImplementedError
 
-    def operand(self, buffer, pages) -> Any:
+    def operand(self, buffer: jax.Array, pages: Pages) -> jax.Array:
         """The kernel operand that pages are copied from.  It is a view of `buffer`, not a copy."""
         raise NotImplementedError
 
-    def loader(self, ref, table, layer, head) -> Any:
+    def loader(self, ref, table: PageTable, layer, head) -> "PagedKeys | EntryPages":
         """The loader of the tiles of a layer and head: it has the methods `look_up` and `fetch` of `Keys`."""
         raise NotImplementedError
 
@@ -178,15 +178,15 @@ class Tiles:
         """The parts of a tile's entries that the loader fetches to this stage of the references `raw`."""
         raise NotImplementedError
 
-    def load_keys(self, raw, stage, group: int) -> Any:
+    def load_keys(self, raw, stage, group: int) -> jax.Array:
         """The 64 columns from 64 * `group` on of a tile of keys, as bytes."""
         raise NotImplementedError
 
-    def load_values(self, raw, stage, step: int) -> Any:
+    def load_values(self, raw, stage, step: int) -> jax.Array:
         """The values of tokens 16 * `step` to 16 * `step` + 15 of a tile, as bytes."""
         raise NotImplementedError
 
-    def load_scales(self, raw, stage) -> tuple[list[Any], list[Any]]:
+    def load_scales(self, raw, stage) -> tuple[list[jax.Array], list[jax.Array]]:
         """The scales of a tile, float32 arrays [64]: of the first sums of scores, and of the groups of values."""
         del raw, stage
         return [], []
@@ -198,7 +198,7 @@ class Tiles:
     def _clear_token(self, raw, stage, row) -> None:
         raise NotImplementedError
 
-    def convert_keys(self, loaded, group: int) -> Any:
+    def convert_keys(self, loaded, group: int) -> jax.Array:
         """Converts what `load_keys` returned to a [64, 64] operand of 16-bit floats."""
         wide = self.is_wide(group)
         dtype = jnp.bfloat16 if wide else jnp.float16
@@ -212,7 +212,7 @@ class Tiles:
 
         return convert(loaded)
 
-    def convert_values(self, loaded, group: int) -> Any:
+    def convert_values(self, loaded, group: int) -> jax.Array:
         """Converts a group of what `load_values` returned to a float16 operand [128, 16], columns by tokens."""
 
         @plgpu.inline_mgpu(
@@ -223,7 +223,7 @@ class Tiles:
 
         return convert(loaded)
 
-    def over_warps(self, kind: str, x, stats, side) -> Any:
+    def over_warps(self, kind: str, x, stats, side) -> jax.Array:
         """The `max` or sum (`add`) of a [64, 16] tile over its rows; rows of `stats` are scratch memory.
 
         Pallas's own reductions share scratch memory among warpgroups.
@@ -247,7 +247,7 @@ class Tiles:
 
         store(ref, place, list(parts))
 
-    def load_queries(self, refs, place) -> Any:
+    def load_queries(self, refs, place) -> jax.Array | list[jax.Array]:
         """Loads the queries of a request from arrays [n, rows, ...], unconverted.  `store_queries` converts them."""
         rows = refs[0].shape[1]
 

@@ -148,7 +148,7 @@ class Plan:
     max_splits: int = field(metadata={"static": True})
     """The most splits of all requests together."""
     shared: bool = field(default=False, metadata={"static": True})
-    """Whether two CTAs share the keys of each work tile; see `sharing.py`."""
+    """Whether two CTAs share the keys of each work tile; see `cluster_sharing.py`."""
     whole: bool = field(default=False, metadata={"static": True})
     """Whether it is known while tracing that no request is split."""
 

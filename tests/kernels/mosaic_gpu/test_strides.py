@@ -8,7 +8,8 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
-from jaxkv_kernels.mosaic_gpu.paged_tma import in_entries_dtype, token_rows
+from jaxkv_kernels.mosaic_gpu.paged_tma import token_rows
+from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 from support import kernels, scenes
 from support.cases import slow
 from support.hopper import large

@@ -136,7 +136,7 @@ class InterpretedHeads(Interpreted, HeadTiles):
         raw[1][stage, row] = jnp.zeros(self.entry.value_dim, jnp.uint8)
 
 
-class InterpretedRows(Interpreted, RowTiles):
+class InterpretedRowTiles(Interpreted, RowTiles):
     """`RowTiles` for the interpreter."""
 
     def _keys(self, raw, stage):
@@ -150,7 +150,7 @@ class InterpretedRows(Interpreted, RowTiles):
         raw[0][stage, row] = jnp.zeros(self.entry.nbytes // 4, jnp.uint32)
 
 
-class InterpretedInt8(InterpretedRows, Int8Tiles):
+class InterpretedInt8(InterpretedRowTiles, Int8Tiles):
     """`Int8Tiles` for the interpreter."""
 
     _stored = jnp.int8
@@ -162,7 +162,7 @@ class InterpretedInt8(InterpretedRows, Int8Tiles):
         return [scales[:, 0]], [scales[:, 1]]
 
 
-class InterpretedNvfp4(InterpretedRows, Nvfp4Tiles):
+class InterpretedNvfp4(InterpretedRowTiles, Nvfp4Tiles):
     """`Nvfp4Tiles` for the interpreter."""
 
     def load_keys(self, raw, stage, group):

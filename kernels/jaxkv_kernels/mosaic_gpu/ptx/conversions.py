@@ -5,8 +5,7 @@ the value; so are subnormals.  They are then multiplied by their scale, which is
 2**-24, with up to six significant bits, so float16 represents all of them exactly.
 """
 
-from typing import Any
-
+from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
@@ -52,7 +51,7 @@ E4M3_SCALES_TO_F16 = "{ .reg .b16 low, high; mov.b32 {low, high}, $1; cvt.rn.f16
 """Two e4m3 values, the first bytes of a word, as a pair of float16."""
 
 
-def convert_keys(raw, layout, convert: str, *, wide: bool) -> Any:
+def convert_keys(raw, layout, convert: str, *, wide: bool) -> mgpu.FragmentedArray:
     """Converts loaded words to a [64, 64] tile of keys, for four products of 16 columns each.
 
     `convert` is PTX that converts a word to two.
@@ -75,7 +74,7 @@ def convert_keys(raw, layout, convert: str, *, wide: bool) -> Any:
     return fragmented(registers, layout)
 
 
-def convert_values(raw, layout, group: int, convert: str, *, swapped: bool) -> Any:
+def convert_values(raw, layout, group: int, convert: str, *, swapped: bool) -> mgpu.FragmentedArray:
     """A float16 [128, 16] tile, values by tokens, from loaded words."""
     tokens = words(raw.registers.flat[group])
     low, high = c32(0x5140), c32(0x7362)
@@ -91,7 +90,7 @@ def convert_values(raw, layout, group: int, convert: str, *, swapped: bool) -> A
     return fragmented(registers, layout)
 
 
-def convert_e2m1_keys(raw, layout) -> Any:
+def convert_e2m1_keys(raw, layout) -> mgpu.FragmentedArray:
     """A float16 [64, 64] tile of keys, for four products of 16 columns each, from loaded words."""
     registers = registers_of(layout, (64, 64))
     for half, register in enumerate(raw.registers.flat):
@@ -103,7 +102,7 @@ def convert_e2m1_keys(raw, layout) -> Any:
     return fragmented(registers, layout)
 
 
-def convert_e2m1_values(raw, layout, group: int) -> Any:
+def convert_e2m1_values(raw, layout, group: int) -> mgpu.FragmentedArray:
     """A float16 [128, 16] tile, values by tokens, from loaded words."""
     *values, first, second = words(raw.registers.flat[group])
     registers = registers_of(layout, (128, 16))

@@ -7,9 +7,8 @@ banks.  As float16, the 128-byte swizzle spreads the even (or odd) chunks of an 
 those of an odd row over the other half.
 """
 
-from typing import Any
-
 from jax.experimental.mosaic import gpu as mgpu
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16
@@ -37,12 +36,12 @@ class Lane:
         """The lane's chunk, of four."""
 
     @property
-    def column_tile(self) -> Any:
+    def column_tile(self) -> ir.Value:
         """The lane's column tile, of the four of 64 values in a half; even and odd rows use neighbouring ones."""
         return arith.xori(self.phase, self.odd)
 
 
-def load_half(raw, offset: int) -> list[Any]:
+def load_half(raw, offset: int) -> list[list[ir.Value]]:
     """The lane's chunks of [64, 256] bytes at `offset`: the words of one chunk per pair of its warp's rows."""
     lane = Lane()
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.odd)
@@ -51,7 +50,7 @@ def load_half(raw, offset: int) -> list[Any]:
     return [_load(start, offset + 2 * n * HALF) for n in range(WARP_ROWS // 2)]
 
 
-def store_half(into, offset: int, chunks: list[Any]) -> None:
+def store_half(into, offset: int, chunks: list[list[ir.Value]]) -> None:
     """Stores what `load_half` returned as float16 to a swizzled [64, 256] tile at `offset`."""
     lane = Lane()
     row_tile = HALF // 64 * COLUMN_TILE
@@ -66,14 +65,14 @@ def store_half(into, offset: int, chunks: list[Any]) -> None:
         _store_converted(into, arith.xori(start, c32(pair * 32)), offset + in_tile * row_tile + pair * 256, chunk)
 
 
-def load_rope(raw, offset: int) -> list[Any]:
+def load_rope(raw, offset: int) -> list[list[ir.Value]]:
     """The lane's chunks of [64, 64] bytes at `offset`: one per eight of its warp's rows."""
     lane = Lane()
     start = at(mgpu.utils.memref_ptr(raw), _sum(arith.shli(lane.warp, c32(10)), arith.shli(lane.lane, c32(4))))
     return [_load(start, offset + n * 8 * 64) for n in range(WARP_ROWS // 8)]
 
 
-def store_rope(into, offset: int, chunks: list[Any]) -> None:
+def store_rope(into, offset: int, chunks: list[list[ir.Value]]) -> None:
     """Stores what `load_rope` returned as float16 to a swizzled [64, 64] tile at `offset`."""
     lane = Lane()
     row = _sum(arith.shli(lane.phase, c32(1)), lane.odd)
@@ -82,16 +81,16 @@ def store_rope(into, offset: int, chunks: list[Any]) -> None:
         _store_converted(into, start, offset + n * COLUMN_TILE, chunk)
 
 
-def _in_row(lane: Lane, row) -> Any:
+def _in_row(lane: Lane, row) -> ir.Value:
     """Bytes from a column tile to the first chunk that a lane stores of `row`, below 8."""
     return _sum(arith.shli(row, c32(7)), arith.shli(arith.xori(arith.shli(lane.chunk, c32(1)), row), c32(4)))
 
 
-def _load(start, offset: int) -> list[Any]:
+def _load(start, offset: int) -> list[ir.Value]:
     return list(ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True))
 
 
-def _store_converted(into, place, offset: int, chunk: list[Any]) -> None:
+def _store_converted(into, place, offset: int, chunk: list[ir.Value]) -> None:
     """Stores 16 e4m3 values to the chunk at `place` and to its neighbour."""
     values = [value for word in chunk for value in ptx(E4M3_TO_F16, word, result_types=[i32()] * 2)]
     for swap, four in ((0, values[:4]), (16, values[4:])):
@@ -99,7 +98,7 @@ def _store_converted(into, place, offset: int, chunk: list[Any]) -> None:
         ptx(STORE_SHARED.format(offset=offset), at(mgpu.utils.memref_ptr(into), start), *four)
 
 
-def _sum(*terms) -> Any:
+def _sum(*terms) -> ir.Value:
     first, *others = terms
     for term in others:
         first = arith.addi(first, term)

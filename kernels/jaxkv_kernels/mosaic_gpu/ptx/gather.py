@@ -17,7 +17,8 @@ from jax.extend.mlir.dialects import arith
 from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import permuted, words
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
-from jaxkv_kernels.mosaic_gpu.ptx.loads import LOAD_SHARED
+from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE, LOAD_SHARED
+from jaxkv_kernels.mosaic_gpu.ptx.stores import STORE_SHARED
 from jaxkv_kernels.mosaic_gpu.scaling import (
     E8M0_RANGE,
     EXPONENT,
@@ -31,8 +32,6 @@ from jaxkv_kernels.mosaic_gpu.scaling import (
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
 
 THREADS, ROWS_PER_LANE = 128, 4
-COLUMN_TILE = 1024
-"""Bytes of 8 rows by 64 columns of 16 bits, which the swizzle permutes."""
 LINE = 128
 """Bytes of a line of the L2 cache."""
 WARP_ROWS = 16
@@ -46,7 +45,6 @@ COPY = "cp.async.cg.shared.global.L2::256B [$0 + {into}], [$1 + {offset}], 16, $
 nothing."""
 # Not `.nc`: ptxas would move such loads past the synchronisation that follows them, down to their first use.
 LOAD = "ld.global.L1::evict_last.L2::256B.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}];"
-STORE = "st.shared.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}};"
 CONVERT = (
     "{ .reg .b16 low, high; .reg .b32 even, odd; mov.b32 {low, high}, $2; cvt.rn.f16x2.e4m3x2 even, low; "
     "cvt.rn.f16x2.e4m3x2 odd, high; mul.rn.f16x2 $0, even, $3; mul.rn.f16x2 $1, odd, $3; }"
@@ -487,7 +485,7 @@ def divide_rope(ref, stage: int, special, inverse) -> None:
             by = shuffle(inverse, owner)
             loaded = ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True)
             divided = [ptx("mul.rn.bf16x2 $0, $1, $2;", word, by, result_types=i32()) for word in loaded]
-            ptx(STORE.format(offset=offset), start, *divided)
+            ptx(STORE_SHARED.format(offset=offset), start, *divided)
 
 
 def store_e4m3(ref, raw, scale_of: Callable[[ir.Value], ir.Value] | None, stage: int, group: int) -> None:
@@ -506,7 +504,7 @@ def store_e4m3(ref, raw, scale_of: Callable[[ir.Value], ir.Value] | None, stage:
     for n, (register, owner) in enumerate(zip(raw.registers.flat, lane.owners, strict=True)):
         values = _converted(register, *([] if scale_of is None else [scale_of(owner)]))
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
-            ptx(STORE.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *four)
+            ptx(STORE_SHARED.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *four)
 
 
 def store_e4m3_rope(ref, raw, stage: int) -> None:
@@ -518,7 +516,7 @@ def store_e4m3_rope(ref, raw, stage: int) -> None:
     for n, register in enumerate(raw.registers.flat):
         values = _converted(register)
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
-            ptx(STORE.format(offset=stage * ROPE_TILE + n * 2 * COLUMN_TILE), start, *four)
+            ptx(STORE_SHARED.format(offset=stage * ROPE_TILE + n * 2 * COLUMN_TILE), start, *four)
 
 
 def _converted(register, *scale) -> list[ir.Value]:
@@ -540,4 +538,4 @@ def store_e2m1(ref, raw, scales_of: Callable[[ir.Value], list[ir.Value]], stage:
         scales = scales_of(owner)
         for i, (word, start) in enumerate(zip(words(register), starts, strict=True)):
             values = ptx(CONVERT_E2M1, word, scales[i // 2], result_types=[i32()] * 4)
-            ptx(STORE.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *values)
+            ptx(STORE_SHARED.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *values)

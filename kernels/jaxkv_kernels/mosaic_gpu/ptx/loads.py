@@ -23,7 +23,7 @@ LOAD_TRANSPOSED = "ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {{$0, $1}}, [$
 """Loads 16 bytes of each of 16 tokens: of tokens 2 `quad` + {0, 1}, and 8 more, the four values from 4 `row` on."""
 
 
-def load_entry_keys(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[Any]:
+def load_entry_keys(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[tuple[ir.Value, ...]]:
     """Loads keys: of the lane's two rows, 16 bytes from column 64 * `group` on, or (`wide`) 32 of bf16 rotary keys."""
     lane = Lane()
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row)
@@ -38,7 +38,7 @@ def load_entry_keys(ref, stage, nbytes: int, group: int, *, wide: bool) -> list[
     ]
 
 
-def load_scales(ref, stage, nbytes: int, offset: int, layout, count: int) -> list[Any]:
+def load_scales(ref, stage, nbytes: int, offset: int, layout, count: int) -> list[ir.Value]:
     """`count` float32 arrays [64], up to four: the scales at `offset`, a multiple of 16, of each entry."""
     lane = Lane()
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.row)
@@ -59,7 +59,7 @@ def load_scales(ref, stage, nbytes: int, offset: int, layout, count: int) -> lis
 
 def load_of_tokens(
     ref, stage, nbytes: int, step: int, *, offset: int = 0, groups: int, swapped: bool
-) -> list[list[Any]]:
+) -> list[list[ir.Value]]:
     """Loads values: per 128 columns, a word (four values) of each of tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}.
 
     They begin at byte `offset` of an entry.  `swapped`: odd quads load the second token of a pair first, which halves
@@ -78,7 +78,7 @@ def load_of_tokens(
     ]
 
 
-def load_head_keys(ref, stage, width: int, group: int) -> list[Any]:
+def load_head_keys(ref, stage, width: int, group: int) -> list[tuple[ir.Value, ...]]:
     """Loads 16 bytes of each of the lane's two rows, from column 64 * `group` on, of swizzled [stages, 64, `width`]."""
     lane = Lane()
     first = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS * width)), arith.shli(lane.row, c32(7)))
@@ -91,7 +91,7 @@ def load_head_keys(ref, stage, width: int, group: int) -> list[Any]:
     ]
 
 
-def load_head_values(ref, stage, width: int, step: int) -> list[list[Any]]:
+def load_head_values(ref, stage, width: int, step: int) -> list[list[ir.Value]]:
     """Loads swizzled values: per 128 columns, one word (four values) from each of four tokens.
 
     They are the tokens that `load_of_tokens` loads, for the same `step`.
@@ -111,7 +111,7 @@ def load_head_values(ref, stage, width: int, step: int) -> list[list[Any]]:
     ]
 
 
-def load_queries(refs, place, rows: int) -> Any:
+def load_queries(refs, place, rows: int) -> list[tuple[ir.Value, ...]]:
     """Loads eight of every 64 columns of row `thread` // 8 of entry `place` of arrays [n, rows, width]."""
     row, chunk = row_and_chunk()
     inside = arith.cmpi(arith.CmpIPredicate.ult, row, c32(rows))
@@ -133,7 +133,7 @@ def load_queries(refs, place, rows: int) -> Any:
     return found
 
 
-def load_e2m1_keys(ref, stage, nbytes: int, scales_at: int, group: int) -> list[list[Any]]:
+def load_e2m1_keys(ref, stage, nbytes: int, scales_at: int, group: int) -> list[list[ir.Value]]:
     """Loads 64 columns of keys: of each of the lane's two rows, two words of 8 values, and their scale, as a pair.
 
     The pair is there twice, because registers are loaded in vectors of four.
@@ -155,7 +155,7 @@ def load_e2m1_keys(ref, stage, nbytes: int, scales_at: int, group: int) -> list[
 
 def load_e2m1_of_tokens(
     ref, stage, nbytes: int, values_at: int, scales_at: int, step: int, groups: int
-) -> list[list[Any]]:
+) -> list[list[ir.Value]]:
     """Loads values of 16 tokens: per 128 columns, two words of four values of each of two tokens, and their scales.
 
     The tokens are 16 `step` + 2 `quad` + {0, 1}, and 8 more.
@@ -177,7 +177,7 @@ def load_e2m1_of_tokens(
     return found
 
 
-def _load_word(start, offset: int) -> Any:
+def _load_word(start, offset: int) -> ir.Value:
     return ptx(f"ld.shared.b32 $0, [$1 + {offset}];", start, result_types=i32(), has_side_effects=True)
 
 
@@ -187,10 +187,10 @@ def row_and_chunk() -> tuple[Any, Any]:
     return arith.shrui(thread, c32(3)), arith.andi(thread, c32(7))
 
 
-def in_stage(ref, stage, nbytes: int, offset) -> Any:
+def in_stage(ref, stage, nbytes: int, offset) -> ir.Value:
     """The address `offset` bytes after the beginning of a stage of 64 entries of `nbytes` bytes each."""
     return at(mgpu.utils.memref_ptr(ref), arith.addi(arith.muli(stage, c32(64 * nbytes)), offset))
 
 
-def _load_scale(start, offset: int) -> Any:
+def _load_scale(start, offset: int) -> ir.Value:
     return ptx(f"ld.shared.u8 $0, [$1 + {offset}];", start, result_types=i32(), has_side_effects=True)

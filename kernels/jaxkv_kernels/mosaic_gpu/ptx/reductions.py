@@ -17,7 +17,7 @@ def warp_reduction(operation: str, of: str, other: str) -> Iterator[str]:
         yield f"shfl.sync.bfly.b32 {other}, {of}, {lanes}, 31, -1; {operation} {of}, {of}, {other};\n"
 
 
-def largest_of_lanes(bits, lanes: int) -> Any:
+def largest_of_lanes(bits, lanes: int) -> ir.Value:
     """The largest `bits` among `lanes` consecutive lanes."""
     distance = lanes // 2
     while distance:
@@ -27,7 +27,7 @@ def largest_of_lanes(bits, lanes: int) -> Any:
     return bits
 
 
-def over_warps(x, ref, scratch: int, side, kind: str, layout) -> Any:
+def over_warps(x, ref, scratch: int, side, kind: str, layout) -> mgpu.FragmentedArray:
     """The maximum or sum over the rows of a float32 [64, 16] tile, in all lanes.
 
     Four rows of `ref`, from row `scratch` + 4 * `side` on, are scratch memory.
@@ -65,7 +65,7 @@ def over_warps(x, ref, scratch: int, side, kind: str, layout) -> Any:
     return fragmented(registers, layout)
 
 
-def largest(raw, layout) -> Any:
+def largest(raw, layout) -> mgpu.FragmentedArray:
     """Per lane, the largest magnitude of its row of bf16 queries, as float32."""
     most: Any = c32(0)
     for word in elements(raw):

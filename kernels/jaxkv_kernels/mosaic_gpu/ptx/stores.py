@@ -3,8 +3,6 @@
 `quantised_tiles.py` has the mapping of lanes.
 """
 
-from typing import Any
-
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
@@ -93,7 +91,7 @@ def _clear(start, thread, lanes: int) -> None:
     ptx("st.shared.v4.b32 [$0], {$1, $1, $1, $1};", start, c32(0), predicate=inside)
 
 
-def _word(pair) -> Any:
+def _word(pair) -> ir.Value:
     """Two 16-bit values as int32."""
     one = vector.bitcast(ir.VectorType.get((1,), i32()), pair)
     return vector.extract(one, dynamic_position=[], static_position=ir.DenseI64ArrayAttr.get([0]))

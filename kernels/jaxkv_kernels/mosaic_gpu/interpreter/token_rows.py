@@ -4,11 +4,11 @@ from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-from jaxkv_kernels.mosaic_gpu.paged_tma import TokenRows
+from jaxkv_kernels.mosaic_gpu.token_rows import TokenRows
 
 
 @dataclass(frozen=True)
-class InterpretedRows(TokenRows):
+class InterpretedTokenRows(TokenRows):
     """The same for Pallas's interpreter, which has no strides: a copy of the pages, by part, layer, block and head."""
 
     def index(self, layer, block, token, head=0, part=0):
