@@ -42,8 +42,8 @@ class Model:
         """Options of `jit`, with which kernels of a step that do not need each other's results run side by side.
 
         XLA launches a step as a CUDA graph on GPUs.  By default, the graph is a chain.  With several devices, it stays
-        one: the order of collectives must be the same on all of them.  The engines and `jaxkv step` use these options.
-        Results do not change: `tests/serving/test_concurrent_steps.py` compares them bit for bit.
+        one: the order of collectives must be the same on all of them.  The engines and `jaxkv bench step` use these
+        options.  Results do not change: `tests/serving/test_concurrent_steps.py` compares them bit for bit.
         """
         if jax.default_backend() != "gpu" or not isinstance(self.parallel, OneDevice):
             return {}

@@ -49,7 +49,7 @@ class Stats:
     """Counts since the pool was made.  They count blocks, unless the name ends in bytes or seconds.
 
     An engine looks up prefixes itself, so hits and misses stay 0 here; see its `prefix_stats`.  Transfers between
-    device and host are asynchronous and are not timed here; `jaxkv offload` measures them.
+    device and host are asynchronous and are not timed here; `jaxkv bench offload` measures them.
     """
 
     stored: int = 0

@@ -97,4 +97,4 @@ def test_values_to_search_are_valid():
 
 def test_tune_names_what_can_be_tuned():
     with pytest.raises(SystemExit, match="attention on mosaic_gpu or triton, whose kernels can be tuned"):
-        main(["bench", "merge_states", "--suite", "cpu", "--tune"])
+        main(["bench", "ops", "merge_states", "--suite", "cpu", "--tune"])

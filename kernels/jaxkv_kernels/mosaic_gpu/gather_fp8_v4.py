@@ -324,7 +324,7 @@ def _entry_addresses(sources, first_tiles: int, zero, tile, loaded) -> list[ir.V
         of_sources = [[arith.select(is_second, b, a) for a, b in zip(*of_sources, strict=True)]]
     ((known, *addresses),) = of_sources
     entry, scales = (arith.select(known, address, nothing) for address in addresses)
-    offset = sources[0][0].part("scales")
+    offset = sources[0][0].offset_of("scales")
     return [*_halves(entry), *load_eight(scales, offset, by_half=False)]
 
 

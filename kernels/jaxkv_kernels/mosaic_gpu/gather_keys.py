@@ -129,12 +129,12 @@ class GatheredRows:
     @property
     def stored(self) -> str:
         """The dtype of latents in the byte map."""
-        return self._part("latent").dtype
+        return self._field("latent").dtype
 
     @property
     def scale_dtype(self) -> str | None:
         """The dtype of the scales of an entry: float32, e8m0 or e4m3; None if it has none."""
-        return next((part.dtype for part in self.entry.fields() if "scales" in part.name), None)
+        return next((field.dtype for field in self.entry.fields() if "scales" in field.name), None)
 
     @property
     def factored(self) -> bool:
@@ -144,7 +144,7 @@ class GatheredRows:
     @property
     def converts_rope(self) -> bool:
         """Whether rotary keys are e4m3 as well."""
-        return self.quantised and self._part("rope").dtype == "e4m3"
+        return self.quantised and self._field("rope").dtype == "e4m3"
 
     @property
     def latent_dtype(self) -> np.dtype:
@@ -168,24 +168,24 @@ class GatheredRows:
 
     def half(self, which: int) -> tuple[Unit, ...]:
         """The units of half a latent."""
-        count, latent = self.units // 2, self._part("latent").nbytes
+        count, latent = self.units // 2, self._field("latent").nbytes
         return tuple(
             Unit(n * LINE, n, min(latent - n * LINE, LINE) // CHUNK) for n in range(which * count, (which + 1) * count)
         )
 
-    def _part(self, name: str) -> Field:
-        """The part of an entry whose name contains `name`."""
-        return next(part for part in self.entry.fields() if name in part.name)
+    def _field(self, name: str) -> Field:
+        """The field of an entry whose name contains `name`."""
+        return next(field for field in self.entry.fields() if name in field.name)
 
-    def part(self, name: str) -> int:
-        """Where a part of an entry begins, in its region."""
-        part = self._part(name)
-        return part.offset - (self.entry.regions()[self._region(name)][0].offset if self.entry.split else 0)
+    def offset_of(self, name: str) -> int:
+        """The byte at which a field of an entry begins, in its region."""
+        field = self._field(name)
+        return field.offset - (self.entry.regions()[self._region(name)][0].offset if self.entry.split else 0)
 
     def _region(self, name: str) -> int:
-        """The region of a split page that has the part; 0 if pages are not split."""
+        """The region of a split page that has the field; 0 if pages are not split."""
         regions = self.entry.regions() if self.entry.split else []
-        return next((n for n, region in enumerate(regions) if any(name in part.name for part in region)), 0)
+        return next((n for n, region in enumerate(regions) if any(name in field.name for field in region)), 0)
 
     def zeros(self) -> jax.Array:
         """The row of zeros from which masked keys are loaded.
@@ -217,8 +217,8 @@ class GatheredRows:
         """The byte at which a region of the first page begins, and its bytes per token."""
         pages, first = self.pages, self.pages.offset * self.itemsize
         if self.entry.split:
-            part = self.entry.regions(pages.block_size)[region][0]
-            return first + part.offset, part.step or 0
+            field = self.entry.regions(pages.block_size)[region][0]
+            return first + field.offset, field.step or 0
         return first, (pages.token_stride if pages.block_size > 1 else pages.block_stride) * self.itemsize
 
     def load_slots(self, slot_ref, request, tile, length):
@@ -257,7 +257,7 @@ class GatheredRows:
 
         @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), OWN, SCALAR, SCALAR, *types))
         def copy(_, kv, slots, layer, limit, k, *r):
-            latent, rope = self.part("latent") + half * lines * LINE, self.part("rope")
+            latent, rope = self.offset_of("latent") + half * lines * LINE, self.offset_of("rope")
             first = (stage * 2 + half) * lines * lanes.ROPE_TILE
             parts = [(latent, lines, k, first, lines), *((rope, 1, ref, stage * lanes.ROPE_TILE, 1) for ref in r)]
             lanes.copy_rows(self, kv, _word(slots), layer.registers.item(), limit.registers.item(), parts)
@@ -288,9 +288,9 @@ class GatheredRows:
         def load(_, kv, zero, slots, layer, limit):
             (row,) = self._rows(kv, zero, slots, layer, limit)
             if self.scale_dtype == "e8m0":
-                scales = lanes.load_eight(row, self.part("scales"), by_half=self._scales_by_half)
+                scales = lanes.load_eight(row, self.offset_of("scales"), by_half=self._scales_by_half)
             else:
-                scales = lanes.load_scales(row, self.part("scales"), by_half=self._scales_by_half)
+                scales = lanes.load_scales(row, self.offset_of("scales"), by_half=self._scales_by_half)
             return array([scales], lane_registers(count))
 
         return load(kv_ref, zero_ref, slots, layer, limit)
@@ -312,7 +312,7 @@ class GatheredRows:
                 return_type=lane_array(4 * ROPE_ROWS),
             )
             def load(_, kv, zero, slots, layer, limit):
-                chunks = lanes.load_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"))
+                chunks = lanes.load_rope(self._rows(kv, zero, slots, layer, limit), self.offset_of("rope"))
                 return array(chunks, lane_registers(4 * ROPE_ROWS))
 
             return load(kv_ref, zero_ref, slots, layer, limit)
@@ -321,7 +321,7 @@ class GatheredRows:
             arg_types=(plgpu.RefType(), plgpu.RefType(), FOUR, SCALAR, SCALAR, ref_type(self.rope_dtype))
         )
         def copy(_, kv, zero, slots, layer, limit, ref):
-            lanes.copy_rope(self._rows(kv, zero, slots, layer, limit), self.part("rope"), ref, stage)
+            lanes.copy_rope(self._rows(kv, zero, slots, layer, limit), self.offset_of("rope"), ref, stage)
 
         copy(kv_ref, zero_ref, slots, layer, limit, r_ref)
         return None
@@ -387,7 +387,7 @@ class GatheredRows:
         """From the scales of a row: its factor, and two words of scales to multiply by."""
         if self.scale_dtype == "float32":
             return lanes.scales(raw)
-        padding = sum(part.nbytes for part in self.entry.fields() if part.name == "padding")
+        padding = sum(field.nbytes for field in self.entry.fields() if field.name == "padding")
         return lanes.e8m0_scales(raw, padding=padding)
 
     def store(self, unit: Unit, stage: int, k_ref, raw, scales) -> None:

@@ -104,7 +104,7 @@ from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
-from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, consumer_registers, interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import consumer_registers, interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     COLUMN,
@@ -249,7 +249,7 @@ def _listed(call: DecodeMLASparse) -> tuple[int, jax.Array | None]:
 def config_of(format: str, *, queries: int, size: int, heads: int) -> SparseConfig:
     """The configuration of a call whose `queries` query tokens have up to `size` slots: the user's, or the default."""
     tiles = queries * -(-size // TILE) * -(-heads // TILE)
-    return configuration(default_config(format, tiles // MULTIPROCESSORS))
+    return configuration(default_config(format, tiles // multiprocessors()))
 
 
 @partial(jax.jit, static_argnames=("config", "interpret"))

@@ -1,7 +1,7 @@
 """Loaders: where an attention kernel's keys and values come from, and how they reach shared memory.
 
 A schedule chooses the stages and barriers; a loader knows how keys lie in device memory.  Loaders that copy columns of
-pages by TMA have the interface of `Keys`.  `quantised_tiles.py` has one for whole entries, and `attention/gather/` one
+pages by TMA have the interface of `Keys`.  `quantised_tiles.py` has one for whole entries, and `gather_keys.py` one
 for slots.
 """
 

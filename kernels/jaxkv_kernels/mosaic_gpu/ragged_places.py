@@ -1,4 +1,4 @@
-"""Where the tokens of ragged runs lie: the device-side `ragged_slots` (`addressing/slots.py`), computed per warp."""
+"""Where the tokens of ragged runs lie: the device-side `ragged_slots` (`addressing.py`), computed per warp."""
 
 from typing import Any, NamedTuple
 

@@ -57,7 +57,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing import lengths_in_table, table_tokens
 from jaxkv_kernels.mosaic_gpu.interpreter.scheduler import InterpretedRegisters
-from jaxkv_kernels.mosaic_gpu.runtime.device import MULTIPROCESSORS, interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.mosaic_gpu.tile_scheduler_vectors import LANES, SUMS, WARP, WARPS, Registers, at_once, padded
@@ -191,7 +191,7 @@ def load_work_range(partitions, partition) -> tuple[Any, Any, WorkTile]:
 
 def most_partitions(row_tiles: int) -> int:
     """As many partitions as fill the GPU, if `row_tiles` CTAs walk each: tiles of rows, of all KV heads."""
-    return 4 if interpreting.value else max(MULTIPROCESSORS // row_tiles, 1)
+    return 4 if interpreting.value else max(multiprocessors() // row_tiles, 1)
 
 
 def shares_keys(requests: int, partitions: int) -> bool:

@@ -19,7 +19,7 @@ from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, tiles_of, to_e2m1
 TILE = 16
 """Values that share a scale."""
 COLUMNS = 4
-"""Scales of so many consecutive tiles lie n / 4 bytes apart."""
+"""Scales are stored as the transpose of a matrix with this many columns: consecutive ones lie n / 4 bytes apart."""
 
 
 class Nvfp4DsMla(Format):

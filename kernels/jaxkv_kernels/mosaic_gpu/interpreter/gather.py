@@ -41,7 +41,7 @@ class InterpretedRows(GatheredRows):
 
     def copy(self, kv_ref, slots, layer, limit, stage, half, k_ref, r_ref=None):
         """Copies half of the rows' latents, and rotary keys if `r_ref` is given; the copies are complete on return."""
-        latent = self.part("latent") + 2 * HALF * half
+        latent = self.offset_of("latent") + 2 * HALF * half
         k_ref[stage, half] = _elements(self._bytes(kv_ref, slots, layer, limit, latent, 2 * HALF), self.latent_dtype)
         if r_ref is not None:
             self.fetch_rope(kv_ref, None, slots, layer, limit, stage, r_ref)
@@ -55,11 +55,11 @@ class InterpretedRows(GatheredRows):
         """The scales of the rows, bytes [64, n]."""
         if self.scale_dtype is None:
             return None
-        return self._bytes(kv_ref, slots, layer, limit, self.part("scales"), self._part("scales").nbytes)
+        return self._bytes(kv_ref, slots, layer, limit, self.offset_of("scales"), self._field("scales").nbytes)
 
     def fetch_rope(self, kv_ref, zero_ref, slots, layer, limit, stage, r_ref):
         """Copies rotary keys, for which `finish_rope` need not wait, or loads them."""
-        rope = next(part for part in self.entry.fields() if part.name == "rope")
+        rope = next(field for field in self.entry.fields() if field.name == "rope")
         raw = self._bytes(kv_ref, slots, layer, limit, rope.offset, rope.nbytes)
         if self.converts_rope:
             return raw
@@ -149,8 +149,8 @@ class InterpretedFP8V4Rows(FP8V4Rows):
     def _read(rows, kv_ref, layer, limit, slots):
         valid = (slots >= 0) & (slots < limit)
         regions = []
-        for region, parts in enumerate(rows.entry.regions()):
-            count = sum(part.nbytes for part in parts)
+        for region, fields in enumerate(rows.entry.regions()):
+            count = sum(field.nbytes for field in fields)
             first = rows.offset(jnp.where(valid, slots, 0), layer, jnp.int32, lambda x: x, region)
             raw = kv_ref[...][first[:, None] + jnp.arange(count, dtype=jnp.int32)]
             regions.append(jnp.where(valid[:, None], raw, jnp.uint8(0)))
