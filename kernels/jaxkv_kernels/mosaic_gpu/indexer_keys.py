@@ -16,8 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.bits import FP8, view_as
 from jaxkv_kernels.mosaic_gpu.indexer_work import TILE
-from jaxkv_kernels.mosaic_gpu.interpreter.paged import InterpretedRows
-from jaxkv_kernels.mosaic_gpu.paged_tma import TokenRows, in_entries_dtype, origin_step
+from jaxkv_kernels.mosaic_gpu.paged_tma import TokenRows, in_entries_dtype, token_rows
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 
@@ -202,4 +201,4 @@ def key_tiles(entry, pages: Pages, buffer: jax.Array, *, interpret: bool) -> Key
         view = key_rows(pages, buffer.dtype.itemsize)
         return E4m3Keys(view, pages.block_size, buffer.dtype, interpret)
     _, pages = in_entries_dtype(buffer, pages, entry.dtype)
-    return FloatKeys((InterpretedRows if interpret else TokenRows)(pages, origin_step(pages)), entry.dtype)
+    return FloatKeys(token_rows(pages), entry.dtype)
