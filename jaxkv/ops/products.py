@@ -1,4 +1,4 @@
-"""Products of tokens with weights: experts, of which each token passes through a few, and weights in float8."""
+"""Grouped SwiGLU, and linear with fp8 blocks."""
 
 import jax
 import jax.numpy as jnp

@@ -69,7 +69,7 @@ def key_rows(pages: Pages, itemsize: int) -> KeyRows:
 
 
 class KeyTiles(Protocol):
-    """The operations on keys that `logits.py` needs.  `refs` are the kernel's references to `operands`."""
+    """The operations on keys that `indexer_logits.py` needs.  `refs` are the kernel's references to `operands`."""
 
     copies: int
     """How many copies `fetch` starts per block: a tile lies in one block or several."""

@@ -2,7 +2,7 @@
 
 It computes out = sum of exp(lse_i - lse) * out_i, where lse = log(sum of exp(lse_i)).
 
-Work.  A team of lanes (`teams.py`) combines the partial results of one query: a row of each.
+Work.  A team of lanes (`entry_lanes.py`) combines the partial results of one query: a row of each.
 
 Timeline of a team, with up to `TOGETHER` partial results:
 

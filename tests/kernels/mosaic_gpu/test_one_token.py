@@ -7,6 +7,7 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
+from jaxkv.models.layers.feed_forward import dense
 from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import MOST_PARTS, inner_parts
 from support import oracle
 from support.available import assume_available
@@ -78,6 +79,16 @@ def test_published_sizes_lower(monkeypatch):
     first, second = kernel_operands(traced.lower(lowering_platforms=("cuda",)).as_text())
     # What the second kernel reads before the first one has finished are operands of both.
     assert {*second[1:]} <= {*first}
+
+
+@pytest.mark.parametrize(("tokens", "dtype", "kernels"), [(1, "bfloat16", 2), (2, "bfloat16", 0), (1, "float32", 0)])
+def test_the_feed_forward_of_a_model_runs_on_them(tokens, dtype, kernels, monkeypatch):
+    assume_available(monkeypatch, "mosaic_gpu")
+    weights = {"gate": (192, 128), "up": (192, 128), "down": (128, 192)}
+    weights = {name: jax.ShapeDtypeStruct(shape, dtype) for name, shape in weights.items()}
+    x = jax.ShapeDtypeStruct((tokens, 1, 128), dtype)
+    text = jax.jit(dense).trace(weights, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert len(kernel_operands(text)) == kernels
 
 
 @pytest.mark.parametrize(
