@@ -36,7 +36,7 @@ from jax.experimental import io_callback
 import jaxkv
 import jaxkv.models
 from jaxkv.models.config import GQA, MLA, CompressedAttention
-from jaxkv.models.parallel.one_device import OneDevice
+from jaxkv.models.parallel.base import OneDevice
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests" / "data" / "models"

@@ -10,7 +10,7 @@ import jaxkv
 from jaxkv_kernels import calls
 from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from support import suites
 from support.cases import each_value, slow
 from support.compare import assert_close, assert_same_bits

@@ -10,9 +10,9 @@ import pytest
 
 import jaxkv
 from jaxkv.cli import doctor
-from jaxkv.fuzz import families
-from jaxkv.fuzz.case import Case
 from jaxkv.support import sample_calls
+from jaxkv.testing import families
+from jaxkv.testing.case import Case
 from jaxkv_kernels.hot_rows import HotMap
 from jaxkv_kernels.triton import available
 from jaxkv_kernels.triton.kernels import Triton
