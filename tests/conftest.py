@@ -107,7 +107,7 @@ def interpreted():
 @pytest.fixture
 def interpreting():
     """Kernels run in Triton's interpreter."""
-    from jaxkv_kernels import triton
+    from jaxkv_kernels.triton import interpreter
 
-    with triton.interpreting(True):
+    with interpreter.interpreting(True):
         yield
