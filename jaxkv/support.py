@@ -111,7 +111,7 @@ def _byte_map(entry: Entry) -> str:
     if not entry.split:
         found = [
             f"[{part.offset}, {part.offset + part.nbytes}) {part.name}, {part.count} {part.dtype}"
-            for part in entry.parts()
+            for part in entry.fields()
         ]
         return "; ".join([*found, *["value = stored * scale, which the caller keeps"] * entry.codec.scaled])
     found = []

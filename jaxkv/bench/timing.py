@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.terminal.memory import device_memory
-from jaxkv_kernels.mosaic_gpu.runtime import available
+from jaxkv_kernels.mosaic_gpu.runtime import device
 
 Step = Callable[[jax.Array, Any, Any], Any]
 """A function f(i, carry, fixed) -> carry that makes the i-th call."""
@@ -100,7 +100,7 @@ def pace(backend: str, least: float) -> Pace:
 
 def has_clock() -> bool:
     """Whether programs can read the device's clock, which is the case on Hopper GPUs."""
-    return jax.default_backend() == "gpu" and not available.unavailable_reasons(available.CLOCK)
+    return jax.default_backend() == "gpu" and not device.unavailable_reasons(device.CLOCK)
 
 
 class ByHost:

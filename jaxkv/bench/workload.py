@@ -236,7 +236,7 @@ class Workload:
         if self.blocks == "packed":
             indexer = isinstance(self.entry, jaxkv.IndexerEntry)
             latent = jaxkv.MLAEntry("fp8_ds_mla") if indexer else self.entry
-            key = self.entry if indexer else jaxkv.IndexerEntry.beside(self.format, 128)
+            key = self.entry if indexer else jaxkv.IndexerEntry.for_latents(self.format, 128)
             groups = {"latent": jaxkv.Group(self.layers, latent), "indexer": jaxkv.Group(self.layers, key)}
             return jaxkv.PackedLayout(groups=groups, **sizes)["indexer" if indexer else "latent"]
         plain = jaxkv.CacheLayout(entry=self.entry, **heads, **sizes)

@@ -5,7 +5,7 @@ from typing import Any
 import jax
 
 from jaxkv.checks import Dims, describe, int32, positive_int, running_sum
-from jaxkv_kernels.addressing import slots
+from jaxkv_kernels import addressing
 
 
 def slots_for(block_tables, positions, *, block_size: int) -> jax.Array:
@@ -32,7 +32,7 @@ def slots_for(block_tables, positions, *, block_size: int) -> jax.Array:
         raise ValueError(f"`positions` is {describe(positions)}: expected int32 [B, ...]")
     dims.check_ints("positions", positions, " ".join(["B", *(f"n{i}" for i in range(1, len(positions.shape)))]))
     block_size = positive_int("block_size", block_size)
-    return slots.slots_for(int32(block_tables), int32(positions), block_size=block_size)
+    return addressing.slots_for(int32(block_tables), int32(positions), block_size=block_size)
 
 
 def ragged_slots(block_tables, cu_seq_lens, *, total: int, block_size: int, seq_starts=None) -> jax.Array:
@@ -64,7 +64,7 @@ def ragged_slots(block_tables, cu_seq_lens, *, total: int, block_size: int, seq_
     if seq_starts is not None:
         dims.check_ints("seq_starts", seq_starts, "B")
     sums: Any = running_sum(cu_seq_lens)
-    return slots.ragged_slots(
+    return addressing.ragged_slots(
         int32(block_tables),
         sums,
         total=positive_int("total", total),

@@ -125,7 +125,7 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
 
 def _keys_may_lie_apart(entry: Entry) -> bool:
     """Whether an entry is a key and a value of equal size, and nothing else."""
-    return isinstance(entry, jaxkv.KVEntry) and [part.nbytes for part in entry.parts()] == [entry.nbytes // 2] * 2
+    return isinstance(entry, jaxkv.KVEntry) and [part.nbytes for part in entry.fields()] == [entry.nbytes // 2] * 2
 
 
 def _planes(rng: np.random.Generator, sizes: Sizes, dtype, itemsize: int) -> jaxkv.CacheLayout:

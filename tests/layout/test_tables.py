@@ -220,7 +220,7 @@ def test_errors(case):
 
 def test_states_are_16_bytes_apart():
     assert STATE.nbytes == 32 + 32
-    assert [(part.name, part.offset) for part in STATE.parts() if part.name != "padding"] == [("conv", 0), ("ssm", 32)]
+    assert [(part.name, part.offset) for part in STATE.fields() if part.name != "padding"] == [("conv", 0), ("ssm", 32)]
     assert jaxkv.StateEntry({"a": ((3,), "float32"), "b": ((), "float16")}).nbytes == 32
     assert jaxkv.StateEntry({"conv": ([3, 5], jnp.bfloat16), "ssm": ((2, np.int64(4)), np.float32)}) == STATE
     assert hash(STATE) == hash(jaxkv.StateEntry({"conv": ((3, 5), "bfloat16"), "ssm": ((2, 4), "float32")}))

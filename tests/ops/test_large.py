@@ -7,8 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv.testing.buffers import entry_bytes, to_bytes
-from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.addressing.row_view import entry_view, piece_view, row_view
+from jaxkv_kernels.addressing import Pages, entry_view, piece_view, row_view
 from support.compare import assert_same_bits
 from support.emitters import DEFAULT_EMITTERS
 

@@ -8,8 +8,8 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 from jaxkv.testing.case import Case
 from jaxkv.testing.families import OPERATIONS, draw_case
-from jaxkv_kernels.mosaic_gpu.experts.linear import MOST_TOKENS
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.mosaic_gpu.scaled_linear import MOST_TOKENS
 from support.available import assume_available
 from support.cases import slow
 
