@@ -1,5 +1,6 @@
 """The arguments of a workload's calls: random values, shuffled blocks, a full cache."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -10,9 +11,18 @@ from jax import lax
 
 import jaxkv
 from jaxkv.bench.workload import Requests, Shapes, Workload, unit_scales
+from jaxkv_kernels.formats.entries import Entry
 
 PATTERN_BLOCKS = 64
 """Blocks with distinct entries; a longer cache repeats them."""
+
+WRITERS: dict[type[Entry], Callable[..., jaxkv.KVCache]] = {
+    jaxkv.MLAEntry: jaxkv.write_mla,
+    jaxkv.KVEntry: jaxkv.write_kv,
+    jaxkv.IndexerEntry: jaxkv.write_indexer_k,
+    jaxkv.StateEntry: jaxkv.write_state,
+}
+"""The operation that writes entries of each kind."""
 
 
 class Varying(NamedTuple):
@@ -117,13 +127,7 @@ def with_random_layer(cache: jaxkv.KVCache, layer, key: jax.Array) -> jaxkv.KVCa
     layout, entry = cache.layout, cache.layout.entry
     slots, heads = jnp.arange(layout.num_slots, dtype=jnp.int32), () if entry.one_head else (layout.num_heads,)
     keys = zip(jax.random.split(key, len(entry.sizes)), entry.sizes, strict=True)
-    values = [jax.random.normal(key, (slots.size, *heads, n), jnp.bfloat16) for key, n in keys]
-    at: Any = {"layer": layer, "implementation": "xla", **unit_scales(entry)}
-    match entry:
-        case jaxkv.StateEntry():
-            return jaxkv.write_state(cache, entry.named(values), slots, **at)
-        case jaxkv.KVEntry():
-            return jaxkv.write_kv(cache, *values, slots, **at)
-        case jaxkv.IndexerEntry():
-            return jaxkv.write_indexer_k(cache, *values, slots, **at)
-    return jaxkv.write_mla(cache, *values, slots, **at)
+    values: list[Any] = [jax.random.normal(key, (slots.size, *heads, n), jnp.bfloat16) for key, n in keys]
+    if isinstance(entry, jaxkv.StateEntry):
+        values = [entry.named(values)]
+    return WRITERS[type(entry)](cache, *values, slots, layer=layer, implementation="xla", **unit_scales(entry))
