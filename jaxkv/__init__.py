@@ -39,14 +39,13 @@ from jaxkv.layout.layout import ORDERS, CacheLayout, Strides, TokenShards
 from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.blocks import convert_blocks, copy_blocks, read_blocks, write_blocks
-from jaxkv.ops.composed.prefill_kv import prefill_kv
-from jaxkv.ops.composed.prefill_mla import prefill_mla
-from jaxkv.ops.composed.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.gathers import gather_entries, gather_indexer_k, gather_kv, gather_mla
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.plan import DecodePlan, plan_decode
+from jaxkv.ops.prefill import prefill_kv, prefill_mla
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
+from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.routing import select_experts
 from jaxkv.ops.slots import ragged_slots, slots_for
 from jaxkv.ops.sparse import ExtraCache, decode_mla_sparse

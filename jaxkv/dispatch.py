@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax.custom_batching import sequential_vmap
 
-from jaxkv_kernels.calls import Call, Kernels
+from jaxkv_kernels.calls import Call, ExpandedHeads, Kernels
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.mosaic_gpu.runtime import device as hopper
 from jaxkv_kernels.triton import available as ampere
@@ -97,6 +97,17 @@ def choose(call: Call[Any], implementation: str | Sequence[str] | None) -> Backe
 def has_kernel(call: Call[Any]) -> bool:
     """Whether an implementation other than the last one, which is plain JAX, would run `call` on this machine."""
     return any(backend.runs(call) for backend in BACKENDS[:-1])
+
+
+def least_prefill(heads: ExpandedHeads, implementation: str | Sequence[str] | None) -> int | None:
+    """New tokens per request from which on `prefill_mla` is faster than `decode_mla` on this machine; None if never.
+
+    The answer is that of the first requested implementation that has kernels for this machine.
+    """
+    for backend in _requested(implementation):
+        if not backend.unavailable_reasons():
+            return backend.kernels().least_prefill(heads)
+    return None
 
 
 def run_on[Result](backend: Backend, call: Call[Result]) -> Result:

@@ -42,6 +42,8 @@ def _cpu() -> Iterator[Workload]:
     cross = partial(workload, suite="cpu", layers=4)
     yield cross(operation="decode_mla", requests=4, heads=16, q_len=2, tokens=1024, varlen="v")
     yield cross(operation="decode_mla_sparse", requests=2, heads=16, tokens=4096, chosen=1024)
+    yield cross(operation="prefill_mla", requests=2, heads=4, q_len=128, tokens=256)
+    yield cross(operation="prefill_kv", requests=2, heads=16, q_len=256, tokens=512, kv_heads=4)
     yield cross(operation="write_kv", requests=2, tokens=2048, kv_heads=4)
     yield cross(operation="gather_kv", requests=2, tokens=2048, kv_heads=4)
     yield cross(operation="decode_kv", requests=2, heads=16, tokens=2048, kv_heads=4)

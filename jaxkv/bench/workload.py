@@ -48,6 +48,10 @@ def with_fitting_layers(sizes, fits: Callable[[Any], bool]) -> Any:
     return next(filter(fits, fewer), replace(sizes, layers=1))
 
 
+HEAD = 128
+"""Values of a key without its rotary part, and of a value, in expanded heads."""
+
+
 class Requests(NamedTuple):
     """The places of the requests' tokens in the cache, as NumPy arrays."""
 
@@ -372,6 +376,39 @@ class DecodeKV(DecodeMLA):
     def flops(self) -> int:
         """Flops of both products of attention."""
         return 2 * self.heads * self.keys * sum(self.entry.sizes)
+
+
+class PrefillMLA(DecodeMLA):
+    """Attention of many query tokens to keys and values that are expanded from latents, for DeepSeek's heads."""
+
+    planned = False
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of queries without and in their rotary part, and of the weights that expand latents."""
+        latent, rope = self.entry.sizes
+        weights = [((self.heads, HEAD, latent), "bfloat16")] * 2
+        return [((*self.queries, n), "bfloat16") for n in (HEAD, rope)] + weights
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of entries, queries, weights and results."""
+        latent, rope = self.entry.sizes
+        values = np.prod(self.queries).item() * (2 * HEAD + rope) + 2 * self.heads * HEAD * latent
+        return self.entries * self.entry.nbytes + 2 * values
+
+    @property
+    def flops(self) -> int:
+        """Flops of expanding each token once, and of both products of attention."""
+        latent, rope = self.entry.sizes
+        expanding = 2 * int(self.lengths.sum()) * latent * 2 * HEAD
+        return self.heads * (expanding + 2 * self.keys * (2 * HEAD + rope))
+
+
+class PrefillKV(DecodeKV):
+    """Attention of many query tokens to gathered keys and values."""
+
+    planned = False
 
 
 class Sparse(DecodeMLA):
@@ -726,6 +763,8 @@ FAMILIES: dict[str, type[Workload]] = {
     "decode_mla": DecodeMLA,
     "decode_kv": DecodeKV,
     "decode_mla_sparse": Sparse,
+    "prefill_mla": PrefillMLA,
+    "prefill_kv": PrefillKV,
     "indexer_logits": Logits,
     "select_topk": TopK,
     "merge_states": Merge,

@@ -10,12 +10,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import KVCache
+from jaxkv.dispatch import least_prefill
 from jaxkv.models.config import MLA, CompressedAttention
 from jaxkv.models.layers import rope
 from jaxkv.models.model import Model
-from jaxkv.ops.composed.prefill_mla import prefers_expansion
 from jaxkv.ops.plan import DecodePlan
 from jaxkv.ops.slots import slots_for
+from jaxkv_kernels.calls import ExpandedHeads
 
 
 @jax.tree_util.register_dataclass
@@ -151,12 +152,12 @@ def _prefers_expansion(model: Model, q_len: int) -> bool:
     attention = model.config.attention
     if not isinstance(attention, MLA) or attention.indexer is not None:
         return False
-    return prefers_expansion(
-        q_len,
+    heads = ExpandedHeads(
         model.dtype,
         latent=attention.kv_lora_rank,
         rope=attention.qk_rope_head_dim,
         nope=attention.qk_nope_head_dim,
         value=attention.v_head_dim,
-        implementation=model.implementation,
     )
+    least = least_prefill(heads, model.implementation)
+    return least is not None and q_len >= least

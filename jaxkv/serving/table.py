@@ -34,7 +34,7 @@ class TableKind:
     def is_needed_after(self, every: int, block: int) -> bool:
         """Whether a prefix ending at a multiple of `every` reads this block.
 
-        The last token of the prefix may be computed again, so that the block before it is read, too.
+        If a request has no further tokens, the last of the prefix is computed again, from what it needs before it.
         """
         end = -(-(block + 1) * self.block_size // every) * every
         return block >= self.needed(end - 1).start

@@ -113,6 +113,52 @@ class DecodeKV(DecodeMLA):
         return [(shape, jnp.dtype("float8_e4m3fn") if IN_E4M3 in self.extras else dtype)]
 
 
+class PrefillMLA(DecodeMLA):
+    """Attention to keys and values that are expanded from latents."""
+
+    @classmethod
+    def optional(cls) -> tuple[str, ...]:
+        """`cu_q_lens` (ragged query tokens)."""
+        return ("cu_q_lens",)
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """Few heads, because their keys and values are expanded, and chunks of one token or of many."""
+        found = super().sizes(rng, layout, fields)
+        options = {name: found["options"][name] for name in ("scale", "return_lse")}
+        return {**found, "heads": pick(rng, 1, 3, 16), "options": {**options, "expanded_bytes": pick(rng, 1, 2**28)}}
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of queries without and in their rotary part, and of the weights that expand latents."""
+        (latent, rope), (nope, value) = self.layout.entry.sizes, (128, 128) if self.heads > 1 else (40, 24)
+        (queries, _), _ = super().value_shapes
+        weights = [((self.heads, n, latent), self.dtype) for n in (nope, value)]
+        return [((*queries[:-1], n), self.dtype) for n in (nope, rope)] + weights
+
+    def run(self, cache, values, draw, layer, implementation):
+        """The result for weights with which the values of keys are about 1."""
+        queries, weights = values[:2], values[2:]
+        weights = [(weight * weight.shape[-1] ** -0.5).astype(weight.dtype) for weight in weights]
+        return super().run(cache, [*queries, *weights], draw, layer, implementation)
+
+
+class PrefillKV(DecodeKV):
+    """Attention to gathered keys and values."""
+
+    @classmethod
+    def optional(cls):
+        """`sinks`."""
+        return ("sinks", PER_HEAD)
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """Chunks of one token or of many."""
+        found = super().sizes(rng, layout, fields)
+        options = {name: found["options"][name] for name in ("scale", "window", "return_lse")}
+        return {**found, "options": {**options, "gathered_bytes": pick(rng, 1, 2**28)}}
+
+
 class Plan(Case):
     """A plan, which is checked by running attention with it."""
 

@@ -9,7 +9,7 @@ import numpy as np
 import jaxkv
 from jaxkv import dispatch
 from jaxkv.ops import OPERATIONS as DECLARED
-from jaxkv.testing.attention import DecodeKV, DecodeMLA, Logits, Merge, Plan, Sparse, TopK
+from jaxkv.testing.attention import DecodeKV, DecodeMLA, Logits, Plan, PrefillKV, PrefillMLA, Sparse
 from jaxkv.testing.case import Case
 from jaxkv.testing.entries import (
     CopyBlocks,
@@ -40,6 +40,8 @@ FAMILIES: dict[str, type[Case]] = {
     "decode_mla": DecodeMLA,
     "decode_kv": DecodeKV,
     "decode_mla_sparse": Sparse,
+    "prefill_mla": PrefillMLA,
+    "prefill_kv": PrefillKV,
     "indexer_logits": Logits,
     "select_topk": TopK,
     "merge_states": Merge,

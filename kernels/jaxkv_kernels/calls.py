@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, dataclass_transform
+from typing import Any, ClassVar, NamedTuple, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -297,6 +297,92 @@ class DecodeMLASparse(CacheCall[tuple[jax.Array, jax.Array], MLAEntry]):
 
 
 @record
+class PrefillCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
+    """Causal attention of many new tokens to keys and values that are gathered first; returns out and lse.
+
+    Earlier tokens are gathered in chunks, whose keys and values together have at most `chunk_bytes` bytes.
+    """
+
+    block_tables: jax.Array
+    """[B, M]."""
+    seq_lens: jax.Array
+    """[B]."""
+    scale: float = field(metadata=STATIC)
+    """The softmax scale."""
+    chunk_bytes: int = field(metadata=STATIC)
+
+
+@record
+class PrefillMLA(PrefillCall[MLAEntry]):
+    """Attention to keys and values that are expanded from latents: out [..., H, V] and float32 lse [..., H]."""
+
+    operation = "prefill_mla"
+    q_nope: jax.Array
+    """[B, Q, H, N], the last Q tokens of each request; with `cu_q_lens`, [T, H, N]."""
+    q_pe: jax.Array
+    """[B, Q, H, P] or [T, H, P]."""
+    w_uk: jax.Array
+    """[H, N, R]."""
+    w_uv: jax.Array
+    """[H, V, R]."""
+    kv_scale: jax.Array | None
+    cu_q_lens: jax.Array | None
+    """[B + 1], the running sum of the query tokens of requests that follow one another; None if all have Q."""
+
+    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+        return kernels.prefill_mla(self)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of queries, keys and values."""
+        return self.q_nope.dtype
+
+    def gather(self, first: jax.Array, counts: jax.Array, total: int) -> GatherMLA:
+        """The call that reads `counts` [B] entries per request, at most `total` in all, from positions `first` [B]."""
+        return GatherMLA(**_runs(self, first, counts, total), kv_scale=self.kv_scale, dtype=self.dtype)
+
+
+@record
+class PrefillKV(PrefillCall[KVEntry]):
+    """Attention to keys and values as they are stored: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]."""
+
+    operation = "prefill_kv"
+    q: jax.Array
+    """[B, Q, Hq, D], the last Q tokens of each request."""
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    window: int | None = field(metadata=STATIC)
+
+    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+        return kernels.prefill_kv(self)
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of queries, keys and values."""
+        return self.q.dtype
+
+    def gather(self, first: jax.Array, counts: jax.Array, total: int) -> GatherKV:
+        """As `PrefillMLA.gather`."""
+        runs = _runs(self, first, counts, total)
+        return GatherKV(**runs, k_scale=self.k_scale, v_scale=self.v_scale, dtype=self.dtype)
+
+
+def _runs(call: PrefillCall[Any], first: jax.Array, counts: jax.Array, total: int) -> dict[str, Any]:
+    """The fields of a `GatherCall`."""
+    sums = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+    return {
+        "buffer": call.buffer,
+        "pages": call.pages,
+        "entry": call.entry,
+        "layer": call.layer,
+        "block_tables": call.block_tables,
+        "cu_seq_lens": sums,
+        "seq_starts": first,
+        "total": total,
+    }
+
+
+@record
 class IndexerLogits(CacheCall[jax.Array, IndexerEntry]):
     """The logits of the V3.2 indexer, float32 [B, Q, max_len]; -inf for tokens that a query token does not see."""
 
@@ -528,6 +614,22 @@ class StoreRows(HotRowsCall[jax.Array]):
 
 # Implementations.
 
+
+class ExpandedHeads(NamedTuple):
+    """The heads of a model with latent attention, as `prefill_mla` has them."""
+
+    dtype: Any
+    """Of queries, keys and values."""
+    latent: int
+    """R."""
+    rope: int
+    """P."""
+    nope: int
+    """N, the values of a key without its rotary part."""
+    value: int
+    """V."""
+
+
 Listed = Mapping[type[Entry], Collection[str]]
 """Names of formats, by kind of entry."""
 
@@ -613,6 +715,10 @@ class Kernels:
         support = self.support(call.operation)
         return [*(support.unavailable() if support else ()), *self.unsupported_reasons(call)]
 
+    def least_prefill(self, heads: ExpandedHeads) -> int | None:
+        """New tokens per request from which on `prefill_mla` is faster than `decode_mla`; None if it never is."""
+        return None
+
     def write_mla(self, call: WriteMLA) -> jax.Array:
         raise NotImplementedError
 
@@ -644,6 +750,12 @@ class Kernels:
         raise NotImplementedError
 
     def decode_mla_sparse(self, call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def prefill_mla(self, call: PrefillMLA) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def prefill_kv(self, call: PrefillKV) -> tuple[jax.Array, jax.Array]:
         raise NotImplementedError
 
     def indexer_logits(self, call: IndexerLogits) -> jax.Array:

@@ -20,7 +20,7 @@ from jaxkv_kernels.xla.kernels import XLA
 
 KINDS = (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry)
 
-COMBINATIONS = {"mla_ragged_paged_attention", "prefill_kv", "prefill_mla", "ragged_paged_attention", "select_slots"}
+COMBINATIONS = {"mla_ragged_paged_attention", "ragged_paged_attention", "select_slots"}
 """Public functions that are not operations, but pass `implementation` on to operations."""
 
 every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda operation: operation.name)
@@ -80,7 +80,8 @@ HOT_ROWS = {"fetch_rows", "store_rows"}
 def test_kernels_are_of_declared_operations(backend):
     declared = {operation.name for operation in OPERATIONS}
     kernels = backend.kernels()
-    methods = {name for name in vars(type(kernels)) if not name.startswith("_") and name != "transformable"}
+    others = {"transformable", "least_prefill"}
+    methods = {name for name in vars(type(kernels)) if not name.startswith("_")} - others
     assert methods <= declared | HOT_ROWS
     assert all(kernels.support(name) for name in methods)
     if backend.name == "xla":
@@ -98,7 +99,7 @@ def test_every_operation_is_benchmarked():
 
 @pytest.mark.parametrize(
     "function",
-    [jaxkv.slots_for, jaxkv.positions_to_slots, jaxkv.select_slots, jaxkv.prefill_kv, jaxkv.prefill_mla, print],
+    [jaxkv.slots_for, jaxkv.positions_to_slots, jaxkv.select_slots, print],
 )
 def test_explain_is_for_operations(function):
     with pytest.raises(TypeError, match="is not an operation of jaxkv that chooses an implementation"):

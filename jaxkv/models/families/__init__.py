@@ -59,4 +59,4 @@ def family_of(fields: JsonObject) -> Family:
     return FAMILIES[names[0]]
 
 
-ModelConfig.family_of = family_of
+ModelConfig.family_of = staticmethod(family_of)

@@ -12,9 +12,9 @@ from jaxkv.cache import KVCache
 from jaxkv.layout.layout import UNDIVIDED, CacheLayout, TokenShards
 from jaxkv.models.config import ModelConfig
 from jaxkv.ops.attention import decode_kv, decode_mla
-from jaxkv.ops.composed.prefill_mla import prefill_mla
 from jaxkv.ops.indexer import select_slots
 from jaxkv.ops.plan import DecodePlan, plan_decode
+from jaxkv.ops.prefill import prefill_mla
 from jaxkv.ops.sparse import decode_mla_sparse
 from jaxkv.parallel.caches import check_axis, zeros
 

@@ -16,6 +16,7 @@ from jaxkv_kernels.mosaic_gpu import (
     indexer_logits,
     merge_states,
     mla_sparse,
+    prefill,
     scaled_linear,
     select_experts,
     topk,
@@ -87,6 +88,17 @@ class MosaicGPU(Kernels):
     @supports(_KV, decode.unsupported_kv, _on(WGMMA))
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
         return decode.decode_kv(call)
+
+    @supports(_MOVED_MLA, entries.unsupported_gathers, _on(BULK_COPIES))
+    def prefill_mla(self, call: calls.PrefillMLA) -> tuple[jax.Array, jax.Array]:
+        return prefill.prefill_mla(call)
+
+    @supports(_MOVED_KV, entries.unsupported_gathers, _on(BULK_COPIES))
+    def prefill_kv(self, call: calls.PrefillKV) -> tuple[jax.Array, jax.Array]:
+        return prefill.prefill_kv(call)
+
+    def least_prefill(self, heads: calls.ExpandedHeads) -> int | None:
+        return prefill.least_prefill(heads)
 
     @supports(None, merge_states.unsupported_reasons, _on(BULK_COPIES))
     def merge_states(self, call: calls.MergeStates) -> tuple[jax.Array, jax.Array]:

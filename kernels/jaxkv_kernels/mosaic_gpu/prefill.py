@@ -38,6 +38,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.calls import ExpandedHeads, PrefillKV, PrefillMLA
+from jaxkv_kernels.mosaic_gpu import cudnn, entries
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv, multiply_add, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA as WGMMA_CAPABILITIES
@@ -57,6 +59,9 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 )
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
+from jaxkv_kernels.xla import prefill as gathered
+
+CUDNN = gathered.DenseAttention(cudnn.attention, cudnn.ragged_attention, by_lengths=True)
 
 SIZES = (128, 64, 128)
 """Values of a key without and in its rotary part, and of a value: DeepSeek's."""
@@ -77,6 +82,51 @@ LEAST_KEYS = 1024
 SPLITS = (1, 2, 4, 8)
 WELL_FILLED = 1.1
 """The time, relative to that of a GPU without idle multiprocessors, for which more splits are not worth merging."""
+
+
+LEAST_WITH_CUDNN = 1024
+"""New tokens per request from which on `prefill_mla` is faster than `decode_mla`, if cuDNN attends to earlier tokens.
+
+With 512, it was not faster on an H200; with 8,192, it was.  Nothing in between was measured."""
+LEAST_WITH_KERNEL = 256
+"""The same if `attend_expanded` does."""
+
+
+def prefill_mla(call: PrefillMLA) -> tuple[jax.Array, jax.Array]:
+    """The results of a call: `attend_expanded` attends to earlier tokens if it supports the heads, otherwise cuDNN.
+
+    Heads that cuDNN does not support are left to XLA.
+    """
+    (heads, nope, _), value, rope = call.w_uk.shape, call.w_uv.shape[1], call.q_pe.shape[-1]
+    del heads
+    if any(cudnn.unsupported_reasons(call.dtype, nope + rope, value)):
+        return gathered.prefill_mla(call, entries.gather)
+    in_parts = None
+    if not any(unsupported_reasons(call.dtype, nope, rope, value)):
+        in_parts = gathered.InParts(partial(attend_expanded, scale=call.scale), TILE_ROWS)
+    return gathered.prefill_mla(call, entries.gather, CUDNN, in_parts)
+
+
+def prefill_kv(call: PrefillKV) -> tuple[jax.Array, jax.Array]:
+    """The results of a call: by cuDNN, or by XLA if cuDNN does not support the heads."""
+    unsupported = any(cudnn.unsupported_reasons(call.dtype, *call.entry.sizes))
+    return gathered.prefill_kv(call, entries.gather, gathered.XLA if unsupported else CUDNN)
+
+
+def least_prefill(heads: ExpandedHeads) -> int | None:
+    """New tokens per request from which on `prefill_mla` is faster than `decode_mla`; None if cuDNN lacks the heads.
+
+    It must also take fewer flops, but these are not everything.  In a layer of DeepSeek-V2-Lite (16 heads, bfloat16) on
+    an H200, the attention kernel of 8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 32,768
+    cached ones, the kernel takes 0.25 ms (cuDNN 0.34, absorbed attention 0.81), expanding the cached tokens 0.19, and
+    joining their keys, which only cuDNN needs, 0.10.  Tables with room for more tokens than are cached make that worse
+    (see `FEW_CHUNKS`).
+    """
+    least = gathered.least_by_flops(heads)
+    if least is None or any(cudnn.unsupported_reasons(heads.dtype, heads.nope + heads.rope, heads.value)):
+        return None
+    by_kernel = not any(unsupported_reasons(heads.dtype, heads.nope, heads.rope, heads.value))
+    return max(least, LEAST_WITH_KERNEL if by_kernel else LEAST_WITH_CUDNN)
 
 
 def unsupported_reasons(dtype, nope: int, rope: int, value: int) -> Iterator[str]:

@@ -18,6 +18,7 @@ from jaxkv_kernels.triton import (
     select_topk,
 )
 from jaxkv_kernels.triton.splits import Plan
+from jaxkv_kernels.xla import prefill
 
 _PLAIN = ("bf16", "f16", "f32")
 _MLA: Listed = {MLAEntry: (*_PLAIN, "fp8", "fp8_ds_mla")}
@@ -77,6 +78,14 @@ class Triton(Kernels):
     @supports(_MLA, mla.sparse_unsupported_reasons, _unavailable)
     def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
         return mla.decode_mla_sparse(call)
+
+    @supports(_MLA, entries.gather_unsupported_reasons, _unavailable)
+    def prefill_mla(self, call: calls.PrefillMLA) -> tuple[jax.Array, jax.Array]:
+        return prefill.prefill_mla(call, entries.gather_mla)
+
+    @supports(_KV, entries.gather_unsupported_reasons, _unavailable)
+    def prefill_kv(self, call: calls.PrefillKV) -> tuple[jax.Array, jax.Array]:
+        return prefill.prefill_kv(call, entries.gather_kv)
 
     @supports(_INDEXER, indexer_logits.unsupported_reasons, _unavailable)
     def indexer_logits(self, call: calls.IndexerLogits) -> jax.Array:

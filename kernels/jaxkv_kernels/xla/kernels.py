@@ -12,7 +12,7 @@ from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
-from jaxkv_kernels.xla import attention, blocks, entries, experts, hot_rows, indexer, sparse
+from jaxkv_kernels.xla import attention, blocks, entries, experts, hot_rows, indexer, prefill, sparse
 
 _MLA: Listed = {MLAEntry: FORMATS}
 _KV: Listed = {KVEntry: FORMATS}
@@ -74,6 +74,17 @@ class XLA(Kernels):
     @supports(_MLA, _batch_invariant)
     def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
         return sparse.decode_mla_sparse(call)
+
+    @supports(_MLA)
+    def prefill_mla(self, call: calls.PrefillMLA) -> tuple[jax.Array, jax.Array]:
+        return prefill.prefill_mla(call, entries.gather_mla)
+
+    @supports(_KV)
+    def prefill_kv(self, call: calls.PrefillKV) -> tuple[jax.Array, jax.Array]:
+        return prefill.prefill_kv(call, entries.gather_kv)
+
+    def least_prefill(self, heads: calls.ExpandedHeads) -> int | None:
+        return prefill.least_by_flops(heads)
 
     @supports(_INDEXER)
     def indexer_logits(self, call: calls.IndexerLogits) -> jax.Array:

@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.composed import prefill_mla
-from jaxkv.ops.composed.prefill_mla import LEAST_ON_GPUS, LEAST_WITH_KERNEL, expansion_pays, prefers_expansion
-from jaxkv_kernels import cudnn
+from jaxkv import dispatch
+from jaxkv_kernels.calls import ExpandedHeads
+from jaxkv_kernels.mosaic_gpu import cudnn
 from jaxkv_kernels.mosaic_gpu import prefill as mosaic_prefill
-from jaxkv_kernels.xla import expanded
+from jaxkv_kernels.mosaic_gpu.prefill import LEAST_WITH_CUDNN, LEAST_WITH_KERNEL
+from jaxkv_kernels.xla import entries, expanded
+from jaxkv_kernels.xla.prefill import least_by_flops
 from support import oracle, scenes
+from support.available import assume_available
 from support.cases import each_value, on_layouts
 from support.compare import assert_close, assert_same_bits
 
@@ -196,34 +199,30 @@ def test_temporary_memory_is_bounded():
 def test_expansion_pays_from_a_number_of_query_tokens_on(sizes, least):
     latent, nope, value = sizes
     flops_absorbed, flops_expanded = 2 * (2 * latent), 2 * (nope + value)  # those of the rotary part are the same
+    assert least_by_flops(ExpandedHeads(jnp.float32, latent, 0, nope, value)) == least
     for tokens in range(1, 2000):
-        pays = expansion_pays(tokens, latent=latent, nope=nope, value=value)
-        assert pays == (tokens * flops_absorbed > tokens * flops_expanded + 2 * latent * (nope + value))
+        pays = tokens * flops_absorbed > tokens * flops_expanded + 2 * latent * (nope + value)
         assert pays == (least is not None and tokens >= least)
 
 
 def test_on_a_gpu_expansion_needs_cudnn(monkeypatch):
-    def prefers(q_len, value=128, **options):
-        return prefers_expansion(q_len, jnp.bfloat16, latent=512, rope=64, nope=128, value=value, **options)
+    def least(value=128, implementation=None):
+        return dispatch.least_prefill(ExpandedHeads(jnp.bfloat16, 512, 64, 128, value), implementation)
 
-    # Without GPUs, there is only XLA.
-    monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert prefers(171)
-    assert not prefers(170)
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    if jax.default_backend() != "gpu":
+        assert least() == 171
+    assume_available(monkeypatch, "mosaic_gpu")
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda dtype, key, value: iter(["older"]))
-    assert not prefers(LEAST_ON_GPUS)
-    assert prefers(171, implementation="xla")
+    assert least() is None
+    assert least(implementation="xla") == 171
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda dtype, key, value: iter([]))
     # The kernel needs a Hopper GPU.
     monkeypatch.setattr(mosaic_prefill, "unavailable_reasons", lambda capabilities: ["needs another GPU"])
-    assert not prefers(LEAST_ON_GPUS - 1)
+    assert least() == LEAST_WITH_CUDNN
     monkeypatch.setattr(mosaic_prefill, "unavailable_reasons", lambda capabilities: [])
-    assert not prefers(LEAST_WITH_KERNEL - 1)
-    assert prefers(LEAST_WITH_KERNEL)
+    assert least() == LEAST_WITH_KERNEL
     # Attention to other heads has no kernel of ours.
-    assert not prefers(LEAST_ON_GPUS - 1, value=64)
-    assert prefers(LEAST_ON_GPUS, value=64)
+    assert least(value=64) == LEAST_WITH_CUDNN
 
 
 class TestCudnn:
@@ -256,7 +255,8 @@ class TestCudnn:
 
     @pytest.mark.parametrize(("implementation", "calls"), [(None, 1), ("xla", 0), (("xla",), 0)])
     def test_lowers_for_cuda(self, implementation, calls, monkeypatch):
-        monkeypatch.setattr(mosaic_prefill, "unavailable_reasons", lambda capabilities: [])  # as on a Hopper GPU
+        assume_available(monkeypatch, "mosaic_gpu")  # as on a Hopper GPU
+        monkeypatch.setattr(mosaic_prefill, "unavailable_reasons", lambda capabilities: [])
         layout = jaxkv.CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("bf16"))
         shapes = (2, 65, 4, 128), (2, 65, 4, 64), (4, 128, 512), (4, 128, 512), (layout.size,)
         given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -268,9 +268,8 @@ class TestCudnn:
 
         text = jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
         assert text.count("@__cudnn$fmhaSoftmax(") == calls
-        # That of earlier tokens, and on a Hopper GPU those that gather entries.
-        kernels = text.count("custom_call @mosaic_gpu")
-        assert kernels == calls or (kernels > calls > 0 and jax.default_backend() == "gpu")
+        # That of earlier tokens, and those that gather the new ones and the earlier ones.
+        assert text.count("custom_call @mosaic_gpu") == 3 * calls
 
     def test_results_without_keys_are_replaced(self, monkeypatch):
         def attention(
@@ -288,10 +287,17 @@ class TestCudnn:
             return jnp.where(seen[..., None], out, jnp.nan), jnp.swapaxes(jnp.where(seen, lse, jnp.nan), 1, 2)
 
         monkeypatch.setattr(cudnn._library(), "dot_product_attention", attention)
+        as_on_hopper(monkeypatch)
         entry = jaxkv.MLAEntry("bf16", latent=128, rope=8)
         scene = scenes.scene(entry, lengths=LENGTHS)
         *given, w_uv = arguments(entry, 70, "bfloat16")
         check(scene, scene.cache(scenes.layouts(entry)["BLNHC"], 1), [*given, w_uv[:, :16]], expanded_bytes=FEW_BYTES)
+
+
+def as_on_hopper(monkeypatch):
+    """Calls run on `mosaic_gpu`, except that XLA reads the cache."""
+    assume_available(monkeypatch, "mosaic_gpu")
+    monkeypatch.setattr(mosaic_prefill.entries, "gather", entries.gather_mla)
 
 
 def test_keys_in_parts(monkeypatch):
@@ -314,9 +320,10 @@ def test_keys_in_parts(monkeypatch):
         return tuple(map(jnp.stack, zip(*parts, strict=True)))
 
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda *args: iter([]))
-    monkeypatch.setattr(cudnn, "attention", expanded.attention)
-    monkeypatch.setattr(prefill_mla, "unsupported_heads", lambda *args: iter([]))
-    monkeypatch.setattr(prefill_mla, "attend_expanded", attend)
+    monkeypatch.setattr(mosaic_prefill, "CUDNN", mosaic_prefill.CUDNN._replace(attention=expanded.attention))
+    monkeypatch.setattr(mosaic_prefill, "unsupported_reasons", lambda *args: iter([]))
+    monkeypatch.setattr(mosaic_prefill, "attend_expanded", attend)
+    as_on_hopper(monkeypatch)
     scene = scenes.scene(ENTRY, lengths=LENGTHS)
     check(scene, scene.cache(scenes.layouts(ENTRY)["BLNHC"], 1), arguments(ENTRY, 70, "float32"))
     assert calls == [(len(LENGTHS), 70, HEADS, NOPE + 16)]

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.ops.composed.prefill_mla import _check_rows
-from jaxkv_kernels import cudnn
+from jaxkv.ops.prefill import _check_rows
+from jaxkv_kernels.mosaic_gpu import cudnn
 from support import oracle, scenes
 from support.cases import each_value, on_layouts
 from support.compare import assert_close, assert_same_bits

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv_kernels import cudnn
+from jaxkv_kernels.mosaic_gpu import cudnn
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
+from support.available import assume_available
 from support.cases import each_value, on_layouts
 from support.compare import assert_close, assert_same_bits
 
@@ -158,6 +159,7 @@ def test_temporary_memory_is_bounded():
 @pytest.mark.parametrize(("window", "implementation", "calls"), [(None, None, 2), (100, None, 1), (None, "xla", 0)])
 def test_lowers_for_cuda(window, implementation, calls, monkeypatch):
     """With a window, cuDNN computes the attention of the new tokens to themselves."""
+    assume_available(monkeypatch, "mosaic_gpu")
     monkeypatch.setattr(cudnn, "unavailable_reasons", lambda capabilities: [])
     monkeypatch.setattr(cudnn._library(), "check_cudnn_version", lambda: cudnn.LEAST_VERSION)
     monkeypatch.setattr(cudnn._library(), "check_compute_capability", lambda capability: True)

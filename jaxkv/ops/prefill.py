@@ -1,0 +1,328 @@
+"""Attention of many new tokens to keys and values that are gathered from the cache first."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv import data_checks
+from jaxkv.cache import KVCache
+from jaxkv.checks import (
+    Dims,
+    check_cache,
+    computed,
+    entry_scale,
+    int32,
+    layer_index,
+    mla_dims,
+    positive_int,
+    running_sum,
+    static_bool,
+    static_scale,
+)
+from jaxkv.dispatch import run
+from jaxkv.ops.attention import check_entries, decode_mla
+from jaxkv.ops.operation import Operation
+from jaxkv.ops.plan import DecodePlan
+from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
+from jaxkv_kernels import calls
+from jaxkv_kernels.addressing import table_tokens
+from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
+from jaxkv_kernels.xla.softmax import with_sinks
+
+CHUNK_BYTES = 2**28
+"""The default bound on the bytes of the keys and values of a chunk: 26,214 tokens for 16 heads of 192 and 128 values in
+bfloat16, 3,276 tokens for 128."""
+
+
+def prefill_mla(
+    q_nope,
+    q_pe,
+    w_uk,
+    w_uv,
+    cache: KVCache,
+    block_tables,
+    seq_lens,
+    *,
+    layer,
+    scale,
+    kv_scale=None,
+    cu_q_lens=None,
+    num_decodes: int = 0,
+    plan: DecodePlan | None = None,
+    expanded_bytes: int = CHUNK_BYTES,
+    return_lse: bool = False,
+    implementation=None,
+) -> Any:
+    """Multi-head latent attention of many new tokens per request, with keys and values expanded per head.
+
+    For each head h, key = (W_UK[h] @ kv_c, k_pe) and value = W_UV[h] @ kv_c; score = (q_nope . W_UK[h] @ kv_c + q_pe .
+    k_pe) * scale.  Up to rounding, the result is that of `decode_mla` with q_latent = q_nope @ W_UK, multiplied by
+    W_UV.  This function takes fewer flops if query tokens are many: for DeepSeek's sizes, 640 per pair of a query and a
+    key instead of 2,176, and 262,144 to expand a cached token, all per head.  From 171 query tokens on, that is fewer,
+    whatever the length of the context.
+
+    As for `decode_mla`, the entries of the new tokens must already be in the cache, and the mask is causal and aligned
+    to the end: query token t of Q sees the first `seq_len - Q + 1 + t` tokens.  New tokens are read back from the
+    cache, like all others.  With quantised entries, all query tokens therefore see the values that later steps see, and
+    a prompt has the same entries whether it is prefilled at once or in chunks.
+
+    The last Q tokens of each request are expanded and attended to at once.  Earlier tokens are expanded in chunks of
+    bounded memory, in a loop over the longest request; the parts are merged by their log-sum-exps.
+
+    With `cu_q_lens`, the batch is ragged: requests have different numbers of query tokens, and their rows follow one
+    another.  The cached tokens of all requests are then expanded in chunks of one sequence, so that the work depends on
+    how many there are, not on the longest request.  Requests that are decoding may come first: `decode_mla` computes
+    the rows of the first `num_decodes` requests, because expanding cached tokens does not pay for one query token.
+
+    On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
+    multiples of 8; a kernel of this library that to earlier tokens, for keys of 128 + 64 and values of 128 and without
+    `cu_q_lens`.  As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may
+    then reach those that do not see it.  All other calls, and those with `implementation="xla"`, run on XLA.  Tokens
+    that no query token sees have no influence.  Unlike in `decode_mla`, a token in a block outside the cache is not
+    masked, but has an entry of zeros, and so have all tokens if a traced layer is outside the cache.
+
+    Args:
+      q_nope: float [B, Q, H, N], queries without their rotary part; [T, H, N] with `cu_q_lens`.
+      q_pe: [B, Q, H, P] or [T, H, P], rotary queries after RoPE, the dtype of `q_nope`.
+      w_uk: [H, N, R], the dtype of `q_nope`.
+      w_uv: [H, V, R], the dtype of `q_nope`.
+      cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
+      block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
+      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Values are
+        clamped to the range from 0 to M * block_size, the capacity of a table.
+      layer: int, or traced int32 scalar.
+      scale: static number, the model's own softmax scale.
+      kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
+      cu_q_lens: int32 [B + 1], for a ragged batch: running sum of the numbers of query tokens, from 0, as in
+        `decode_mla`.  The queries of request b are rows cu_q_lens[b] to cu_q_lens[b + 1] - 1, and belong to its last
+        tokens.  Rows from the last sum on are padding, and query tokens past the last row are left out.
+      num_decodes: static number of requests at the beginning of a ragged batch that are decoding.  Each has one row:
+        cu_q_lens[b] is b for b = 0 to `num_decodes`.  Its `seq_lens` may be 0.
+      plan: what `plan_decode` returned for the requests that are decoding, as in `decode_mla`.
+      expanded_bytes: static bound on the bytes of the expanded keys and values of a chunk of earlier tokens; 256 MiB by
+        default.  Temporary memory is up to about four times that.  A chunk has at least one token of each request (one
+        token in all with `cu_q_lens`), even if that exceeds the bound.  The new tokens are expanded at once, because
+        queries and results are as large.
+      return_lse: also return the log-sum-exp of the scores.
+      implementation: None (the best that supports the call), a name, or a sequence of names, for reading the cache.
+
+    Returns:
+      out [B, Q, H, V] or [T, H, V], of q_nope's dtype; with `return_lse` also lse, float32 [B, Q, H] or [T, H], natural
+      logarithm.  A query that sees no token gets 0 and -inf, and so does padding.
+
+    Raises:
+      ValueError: a shape, dtype, static layer or scale is wrong; `num_decodes` exceeds the requests or the rows;
+        `num_decodes` or `plan` is passed without `cu_q_lens`, or `plan` was made for another shape or dtype.
+    """
+    return_lse = static_bool("return_lse", return_lse)
+    entry = check_cache(cache, MLAEntry)
+    dims, dtype = mla_dims(cache), (str(getattr(q_nope, "dtype", None)),)
+    rows = "B Q" if cu_q_lens is None else "T"
+    dims.check("q_nope", q_nope, f"{rows} H N")
+    dims.check("q_pe", q_pe, f"{rows} H P", dtype)
+    dims.check("w_uk", w_uk, "H N R", dtype)
+    dims.check("w_uv", w_uv, "H V R", dtype)
+    dims.check_ints("block_tables", block_tables, "B M")
+    dims.check_ints("seq_lens", seq_lens, "B")
+    scale = static_scale(scale)
+    chunk_bytes = positive_int("expanded_bytes", expanded_bytes, below=None)
+    block_tables, seq_lens, layer = int32(block_tables), int32(seq_lens), layer_index(layer, cache)
+    kv_scale = entry_scale("kv_scale", kv_scale, cache)
+    if cu_q_lens is not None:
+        if not dims["T"]:
+            raise ValueError(f"`q_nope` has shape {tuple(q_nope.shape)}: expected [T, H, N] with T at least 1")
+        dims.check_running_sum("cu_q_lens", cu_q_lens)
+    _check_decodes(num_decodes, plan, cu_q_lens, dims)
+    if data_checks.checking():
+        seen = seq_lens if cu_q_lens is None else jnp.where(jnp.diff(int32(cu_q_lens)) > 0, seq_lens, 0)
+        check_entries(cache, block_tables, jnp.zeros_like(seen), seen, layer)
+        if cu_q_lens is not None:
+            _check_rows(int32(cu_q_lens), len(q_nope), num_decodes)
+    sums = None if cu_q_lens is None else _from(num_decodes, running_sum(cu_q_lens))
+    if num_decodes:
+        sums = computed(lambda sums: sums - num_decodes, sums)
+    call = calls.PrefillMLA(
+        q_nope=_from(num_decodes, q_nope),
+        q_pe=_from(num_decodes, q_pe),
+        w_uk=w_uk,
+        w_uv=w_uv,
+        buffer=cache.buffer,
+        pages=cache.layout.pages,
+        entry=entry,
+        layer=layer,
+        block_tables=_from(num_decodes, block_tables),
+        seq_lens=_from(num_decodes, seq_lens),
+        scale=scale,
+        kv_scale=kv_scale,
+        cu_q_lens=sums,
+        chunk_bytes=chunk_bytes,
+    )
+    parts = []
+    if num_decodes < len(q_nope):
+        parts.append(run(call, implementation))
+    if num_decodes:
+        # As for kernels: the user's program may have stricter rules than JAX's default ones.
+        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            precision = lax.Precision.HIGHEST if q_nope.dtype == jnp.float32 else None
+            q_latent = jnp.einsum("bhn,hnr->bhr", q_nope[:num_decodes], w_uk, precision=precision)
+            out, lse = decode_mla(
+                q_latent, q_pe[:num_decodes], cache, block_tables[:num_decodes], seq_lens[:num_decodes], layer=layer,
+                scale=scale, kv_scale=kv_scale, plan=plan, return_lse=True, implementation=implementation,
+            )  # fmt: skip
+            out = out[..., : w_uv.shape[-1]]  # formats of DeepSeek V4 also sum rotary parts
+            parts.insert(0, (jnp.einsum("bhr,hvr->bhv", out, w_uv, precision=precision), lse))
+    out, lse = parts[0] if len(parts) == 1 else (jnp.concatenate(x) for x in zip(*parts, strict=True))
+    return (out, lse) if return_lse else out
+
+
+def _from(first: int, x):
+    """x[first:]."""
+    return computed(lambda x: x[first:], x) if first else x
+
+
+def prefill_kv(
+    q,
+    cache: KVCache,
+    block_tables,
+    seq_lens,
+    *,
+    layer,
+    scale,
+    k_scale=None,
+    v_scale=None,
+    window: int | None = None,
+    sinks=None,
+    gathered_bytes: int = CHUNK_BYTES,
+    return_lse: bool = False,
+    implementation=None,
+) -> Any:
+    """Grouped-query or multi-head attention of many new tokens per request, to keys and values that are gathered first.
+
+    Up to rounding, the result is that of `decode_kv`, which reads the cache for each few query tokens again.  As there,
+    the entries of the new tokens must already be in the cache, and the mask is causal and aligned to the end: query
+    token t of Q sees the first `seq_len - Q + 1 + t` tokens.  New tokens are read back from the cache, like all others.
+
+    The last Q tokens of each request are gathered and attended to at once.  Earlier tokens are gathered in chunks of
+    bounded memory, in a loop over the longest request, or its window; the parts are merged by their log-sum-exps.
+
+    Which of the two is faster depends on the number of new tokens.  On an H200, with 32 query heads and 8 KV heads of
+    128 bfloat16 values, 4,096 new tokens take 0.5 ms instead of 1.1; 256 take longer than by `decode_kv`, and so do
+    1,024 with a window of 1,024 and earlier tokens.
+
+    On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
+    multiples of 8, except to earlier tokens within a window.  As in `decode_kv` on GPUs, inf or NaN in a token that
+    some query tokens of the request see may then reach those that do not see it.  All other calls, and those with
+    `implementation="xla"`, run on XLA.  Unlike in `decode_kv`, a token in a block outside the cache is not masked, but
+    has an entry of zeros, and so have all tokens if a traced layer is outside the cache.
+
+    Args:
+      q: float [B, Q, Hq, D]; Hq a multiple of the cache's heads H.  Query head i reads KV head i // (Hq / H).
+      cache: a cache of `KVEntry`; its entries are converted to the queries' dtype.
+      block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
+      seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Values are
+        clamped to the range from 0 to M * block_size, the capacity of a table.
+      layer: int, or traced int32 scalar.
+      scale: static number, the softmax scale.
+      k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
+      v_scale: the same for v; value = stored * v_scale.
+      window: static positive int; a query sees only the last `window` tokens, itself included.
+      sinks: float32 [Hq]; attention sinks, as in `decode_mla_sparse`: one logit per head that is added to the softmax's
+        denominator, without a value.
+      gathered_bytes: static bound on the bytes of the keys and values of a chunk of earlier tokens; 256 MiB by default.
+        A chunk has at least one token of each request, even if that exceeds the bound.
+      return_lse: also return the log-sum-exp of the scores, without sinks.
+      implementation: None (the best that supports the call), a name, or a sequence of names, for reading the cache.
+
+    Returns:
+      out [B, Q, Hq, Dv], of q's dtype; with `return_lse` also lse, float32 [B, Q, Hq], natural logarithm.  A query that
+      sees no token gets 0 and -inf.
+
+    Raises:
+      ValueError: a shape, dtype, static layer or scale is wrong.
+    """
+    entry = check_cache(cache, KVEntry)
+    return_lse, layout = static_bool("return_lse", return_lse), cache.layout
+    dims = Dims(D=(entry.head_dim, "the entry's head_dim"))
+    dims.check("q", q, "B Q Hq D")
+    if dims["Hq"] % layout.num_heads:
+        raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {layout.num_heads} heads")
+    if sinks is not None:
+        dims.check("sinks", sinks, "Hq", ("float32",))
+    dims.check_ints("block_tables", block_tables, "B M")
+    dims.check_ints("seq_lens", seq_lens, "B")
+    scale = static_scale(scale)
+    chunk_bytes = positive_int("gathered_bytes", gathered_bytes, below=None)
+    if window is not None:
+        window = positive_int("window", window, below=None)
+    block_tables, seq_lens, layer = int32(block_tables), int32(seq_lens), layer_index(layer, cache)
+    if window is not None and window >= table_tokens(block_tables, layout.block_size):
+        window = None
+    k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
+    v_scale = entry_scale("v_scale", v_scale, cache, heads=True)
+    if data_checks.checking():
+        seen = 0 if window is None else seq_lens - q.shape[1] - window + 1
+        check_entries(cache, block_tables, jnp.maximum(seen, jnp.zeros_like(seq_lens)), seq_lens, layer)
+    call = calls.PrefillKV(
+        q=q,
+        buffer=cache.buffer,
+        pages=layout.pages,
+        entry=entry,
+        layer=layer,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        scale=scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        window=window,
+        chunk_bytes=chunk_bytes,
+    )
+    out, lse = run(call, implementation)
+    if sinks is not None:
+        out = with_sinks(out, lse, sinks)
+    return (out, lse) if return_lse else out
+
+
+def _check_decodes(num_decodes, plan, cu_q_lens, dims) -> None:
+    """ValueError unless `num_decodes` is the number of requests of the batch that may be decoding."""
+    if isinstance(num_decodes, bool) or not isinstance(num_decodes, int) or num_decodes < 0:
+        raise ValueError(f"`num_decodes` is {num_decodes!r}: expected a static int, 0 or more")
+    if cu_q_lens is None and (num_decodes or plan is not None):
+        raise ValueError("`num_decodes` and `plan` are for ragged batches: pass `cu_q_lens`, too")
+    if cu_q_lens is not None and num_decodes > min(dims["B"], dims["T"]):
+        raise ValueError(
+            f"`num_decodes` is {num_decodes}: expected at most the {dims['B']} requests and {dims['T']} query tokens"
+        )
+    if plan is not None and not num_decodes:
+        raise ValueError("`plan` is for the requests that are decoding, and `num_decodes` is 0: expected None")
+
+
+def _check_rows(cu_q_lens, rows: int, decodes: int) -> None:
+    """Checks that requests have rows of the queries, and those that are decoding one each."""
+    steps = jnp.diff(cu_q_lens, prepend=cu_q_lens[:1])
+    number = jnp.arange(len(cu_q_lens), dtype=jnp.int32)
+    data_checks.require(cu_q_lens[:1] == 0, "cu_q_lens", cu_q_lens[:1], "a running sum starts at 0")
+    data_checks.require(steps >= 0, "cu_q_lens", cu_q_lens, "a running sum never falls")
+    data_checks.require(cu_q_lens <= rows, "cu_q_lens", cu_q_lens, f"there are {rows} query tokens")
+    alone = (number > decodes) | (cu_q_lens == number)
+    data_checks.require(alone, "cu_q_lens", cu_q_lens, f"each of the first {decodes} requests has one row")
+
+
+def _sample_mla(cache):
+    dtype, (latent, rope) = sample_dtype(cache.layout.entry), cache.layout.entry.sizes
+    heads, nope, value = 16, 128, 128
+    queries = array(dtype, BATCH, 8, heads, nope), array(dtype, BATCH, 8, heads, rope)
+    weights = array(dtype, heads, nope, latent), array(dtype, heads, value, latent)
+    return (*queries, *weights, cache, *PAGED), {"scale": 1.0, **sample_options(cache, "kv_scale")}
+
+
+def _sample_kv(cache):
+    q = array(sample_dtype(cache.layout.entry), BATCH, 8, 16, cache.layout.entry.head_dim)
+    return (q, cache, *PAGED), {"scale": 1.0, **sample_options(cache, "k_scale", "v_scale")}
+
+
+OPERATIONS = (
+    Operation(prefill_mla, _sample_mla, entries=(MLAEntry,)),
+    Operation(prefill_kv, _sample_kv, entries=(KVEntry,)),
+)

@@ -1,0 +1,356 @@
+"""Attention of many new tokens to gathered keys and values: to the new ones at once, to earlier ones in chunks.
+
+The gather of the implementation reads entries, and one of two kernels of dense attention (`DenseAttention`) attends to
+them as arrays.  The last Q tokens of each request are gathered and attended to at once.  Earlier tokens are gathered in
+chunks of bounded memory, and the partial results are merged by their log-sum-exps.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial, reduce
+from typing import Any, NamedTuple, override
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxkv_kernels.addressing import lengths_in_table, table_tokens
+from jaxkv_kernels.calls import ExpandedHeads, PrefillKV, PrefillMLA
+from jaxkv_kernels.xla import expanded
+from jaxkv_kernels.xla.paged import walk
+
+ALIGNED = 1024
+"""Chunks of this many tokens or more are multiples of it."""
+
+FULL_ROWS = 2 * 132 * 128
+"""Query rows (requests x heads x tokens) that fill a Hopper GPU: two work tiles of 128 rows per multiprocessor."""
+LEAST_KEYS = 1024
+"""The least keys of a part of a chunk."""
+
+FEW_CHUNKS = 2
+"""With at most this many chunks, GPUs run all of them unconditionally, even if there are fewer cached tokens.
+
+XLA's loops and conditions wait for the host, which cost 0.46 ms per layer on an H200.  A chunk without tokens takes
+about 0.15 ms: its keys and values are expanded, but cuDNN skips them."""
+
+
+class DenseAttention(NamedTuple):
+    """Kernels of attention to keys and values per head that are arrays; see `jaxkv_kernels.xla.expanded`."""
+
+    attention: Callable[..., tuple[jax.Array, jax.Array]]
+    ragged_attention: Callable[..., tuple[jax.Array, jax.Array]]
+    by_lengths: bool
+    """Whether the kernel skips keys past the lengths of requests, and needs several work tiles per multiprocessor."""
+
+
+XLA = DenseAttention(expanded.attention, expanded.ragged_attention, by_lengths=False)
+
+
+class InParts(NamedTuple):
+    """Attention by a kernel that does not need the keys of all heads in one array."""
+
+    attend: Callable[..., tuple[jax.Array, jax.Array]]
+    """`attend(q, k_nope, k_pe, v, kv_lens)` returns out [splits, B, Q, H, V] and lse [splits, B, Q, H]."""
+    multiple: int
+    """The number of keys must be a multiple of it."""
+
+
+@dataclass(frozen=True)
+class Context[C: PrefillMLA | PrefillKV](ABC):
+    """What queries attend to, and by which kernels."""
+
+    call: C
+    gather: Callable[[Any], tuple[jax.Array, ...]]
+    """The implementation's kernel for the calls that `call.gather` returns."""
+    dense: DenseAttention
+
+    @property
+    def capacity(self) -> int:
+        """The most tokens of a request."""
+        return table_tokens(self.call.block_tables, self.call.pages.block_size)
+
+    @property
+    def lengths(self) -> jax.Array:
+        """Tokens of each request."""
+        return lengths_in_table(self.call.seq_lens, self.call.block_tables, self.call.pages.block_size)
+
+    def chunk(self, most: int, q, sequences: int = 1, *, apart: int = 0) -> int:
+        """Tokens per chunk of at most `most` earlier tokens, of each of `sequences`.
+
+        `apart`: dims of keys that all heads share, not expanded.
+        """
+        heads, value_dim = self.value_shape
+        width = q.shape[-1] - apart + value_dim
+        return _chunk(most, self.call.chunk_bytes // (sequences * heads * width * q.dtype.itemsize))
+
+    def entries(self, first, counts, total: int) -> tuple[jax.Array, ...]:
+        """The two arrays [total, ...] of `counts` [B] entries per request, from positions `first` [B] on."""
+        return self.gather(self.call.gather(first, counts, total))
+
+    @property
+    @abstractmethod
+    def value_shape(self) -> tuple[int, int]:
+        """Heads and size of the values."""
+
+    @abstractmethod
+    def expand(self, first, second) -> tuple[jax.Array, jax.Array]:
+        """Keys [..., H, D] and values [..., H, V] of the two arrays [..., ...] of entries."""
+
+    def parts(self) -> "tuple[InParts, int] | None":
+        """Attention to the arrays of entries by a kernel that joins keys as it reads them, and the width it joins."""
+        return None
+
+    def attend_parts(self, q, first, second, kv_lens) -> tuple[jax.Array, jax.Array]:
+        """The results of that kernel."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class _Entries(Context[PrefillKV]):
+    """Attention to the keys and values of the cache."""
+
+    @property
+    @override
+    def value_shape(self):
+        return self.call.pages.num_heads, self.call.entry.value_dim
+
+    @override
+    def expand(self, first, second):
+        return first, second
+
+
+@dataclass(frozen=True)
+class _Latents(Context[PrefillMLA]):
+    """Attention to keys and values that are expanded from latents."""
+
+    in_parts: InParts | None
+
+    @property
+    @override
+    def value_shape(self):
+        heads, value_dim, _ = self.call.w_uv.shape
+        return heads, value_dim
+
+    @override
+    def parts(self):
+        return None if self.in_parts is None else (self.in_parts, self.call.q_pe.shape[-1])
+
+    @override
+    def attend_parts(self, q, first, second, kv_lens):
+        assert self.in_parts is not None
+        k_nope, v = self._products(first)
+        return self.in_parts.attend(q, k_nope, second, v, kv_lens)
+
+    def _products(self, kv_c):
+        """Keys [..., H, N], without their rotary part, and values [..., H, V] of latents [..., R]."""
+        # Products of float32 values must not be rounded to tf32.
+        precision = lax.Precision.HIGHEST if kv_c.dtype == jnp.float32 else None
+        k_nope = jnp.einsum("...r,hnr->...hn", kv_c, self.call.w_uk, precision=precision)
+        return k_nope, jnp.einsum("...r,hvr->...hv", kv_c, self.call.w_uv, precision=precision)
+
+    @override
+    def expand(self, first, second):
+        k_nope, v = self._products(first)
+        k_pe = jnp.broadcast_to(second[..., None, :], (*k_nope.shape[:-1], second.shape[-1]))
+        return jnp.concatenate([k_nope, k_pe], axis=-1), v
+
+
+def prefill_mla(
+    call: PrefillMLA,
+    gather: Callable[[Any], tuple[jax.Array, ...]],
+    dense: DenseAttention = XLA,
+    in_parts: InParts | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """The results of a call by these kernels; `in_parts` attends to earlier tokens if queries are not ragged."""
+    context = _Latents(call, gather, dense, in_parts)
+    q = jnp.concatenate([call.q_nope, call.q_pe], axis=-1)
+    return _aligned(context, q) if call.cu_q_lens is None else _ragged(context, q, call.cu_q_lens)
+
+
+def prefill_kv(
+    call: PrefillKV, gather: Callable[[Any], tuple[jax.Array, ...]], dense: DenseAttention = XLA
+) -> tuple[jax.Array, jax.Array]:
+    """The results of a call by these kernels."""
+    return _aligned(_Entries(call, gather, dense), call.q, call.window)
+
+
+def least_by_flops(heads: ExpandedHeads) -> int | None:
+    """New tokens per request from which on `prefill_mla` takes fewer flops than `decode_mla`, with a long context.
+
+    Per head and cached token, absorbed attention takes 2 * (2 * latent + rope) flops per query token.  Attention to
+    expanded keys and values takes 2 * (nope + rope + value) flops per query token, and expanding a token takes
+    2 * latent * (nope + value) flops, once for all query tokens.  The length of the context multiplies both sides.
+    For DeepSeek-V3 (512, 128, 128), it is 171.
+    """
+    saved = 2 * heads.latent - heads.nope - heads.value
+    return None if saved <= 0 else heads.latent * (heads.nope + heads.value) // saved + 1
+
+
+def _aligned(context: Context[Any], q, window: int | None = None) -> tuple[jax.Array, jax.Array]:
+    """The attention of queries [B, Q, H, D], aligned to the end: out and lse.
+
+    With `window`, a query sees the last so many tokens, itself included.
+    """
+    batch, tokens, heads, _ = q.shape
+    scale, dense = context.call.scale, context.dense
+    attend = partial(dense.attention, scale=scale)
+    lengths = context.lengths
+    new = jnp.minimum(lengths, tokens)
+    cached = lengths - new
+    # A request of fewer than Q tokens has padding before them.  It moves to the end, where masks expect it.
+    padding = tokens - new
+    q = _shifted(q, padding)
+
+    def entries(first, counts, size):
+        """Both parts of `counts` [B] entries, at most `size`, from positions `first` [B] on."""
+        packed = context.entries(first, counts, batch * size)
+        return (_unpacked(x, counts, size) for x in packed)
+
+    found = attend(q, *context.expand(*entries(cached, new, tokens)), new, new, causal=True, window=window)
+    most, begin = context.capacity - tokens, jnp.zeros_like(cached)
+    if window is not None:
+        most, begin = min(most, window - 1), jnp.maximum(cached - window + 1, 0)
+    if most > 0:
+        parts = context.parts() if window is None else None
+        size = context.chunk(most, q, batch, apart=parts[1] if parts else 0)
+        if parts:
+            size += -size % parts[0].multiple
+        splits = 1 if not dense.by_lengths else _splits(size, batch * heads * tokens)
+
+        def with_chunk(i, state):
+            first = jnp.minimum(begin + i * size, cached)
+            counts = jnp.minimum(cached - first, size)
+            if parts:
+                results = context.attend_parts(q, *entries(first, counts, size), counts)
+                return reduce(_merged, zip(*results, strict=True), state)
+            k, v = context.expand(*entries(first, counts, size))
+            if window is not None:
+                # cuDNN has no mask for windows that begin in different places.
+                options = {"causal": False, "window": window, "offset": cached - first}
+                return _merged(state, expanded.attention(q, k, v, new, counts, scale=scale, **options))
+            # Parts of the keys become requests of their own.
+            k, v = (x.reshape(batch * splits, size // splits, *x.shape[2:]) for x in (k, v))
+            starts = jnp.arange(splits, dtype=jnp.int32) * (size // splits)
+            kv_lens = jnp.clip(counts[:, None] - starts, 0, size // splits).reshape(-1)
+            queries, q_lens = (jnp.repeat(x, splits, axis=0) for x in (q, new))
+            results = attend(queries, k, v, q_lens, kv_lens, causal=False)
+            results = (jnp.moveaxis(x.reshape(batch, splits, *x.shape[1:]), 1, 0) for x in results)
+            return reduce(_merged, zip(*results, strict=True), state)
+
+        found = _with_chunks(
+            found, with_chunk, -(-(cached - begin).max() // size), -(-most // size) if dense.by_lengths else None
+        )
+    out, lse = found
+    return _padded(out, padding, 0), _padded(lse, padding, -jnp.inf)
+
+
+def _with_chunks(found, with_chunk, count, most: int | None) -> tuple[jax.Array, jax.Array]:
+    """(out, lse) `found`, merged with those of `count` chunks by `with_chunk(i, found)`.
+
+    `most` is the most chunks that there may be, if the device is a GPU.
+    """
+    dtype = found[0].dtype
+    if most is not None and most <= FEW_CHUNKS:
+        found = found[0].astype(jnp.float32), found[1]
+        out, lse = reduce(lambda state, i: with_chunk(jnp.int32(i), state), range(most), found)
+        return out.astype(dtype), lse
+
+    def run(out, lse):
+        out, lse = walk(0, count, with_chunk, (out.astype(jnp.float32), lse))
+        return out.astype(dtype), lse
+
+    # Without cached tokens, the results are not converted to float32 and back.
+    return lax.cond(count > 0, run, lambda *found: found, *found)
+
+
+def _ragged(context: _Latents, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
+    """The rows of requests that follow one another in q [T, H, N + P]."""
+    rows, heads, _ = q.shape
+    call, dense = context.call, context.dense
+    if not len(call.block_tables):
+        return jnp.zeros((rows, heads, call.w_uv.shape[1]), q.dtype), jnp.full((rows, heads), -jnp.inf)
+    attend = partial(dense.ragged_attention, scale=call.scale)
+    sums = jnp.clip(cu_q_lens, 0, rows)
+    starts, ends = sums[:-1], sums[1:]
+    # The query tokens of a request that are past the last row are its last ones.
+    left_out = jnp.diff(jnp.maximum(cu_q_lens, rows))
+    # Nothing is read for a request without query tokens.
+    lengths = jnp.where(ends > starts, jnp.maximum(context.lengths - left_out, 0), 0)
+    new = jnp.minimum(lengths, ends - starts)
+    cached = lengths - new
+
+    def part(first, counts, size, *, causal):
+        """Attention to `counts` [B] tokens, at most `size` in all, from positions `first` [B] on."""
+        k, v = context.expand(*context.entries(first, counts, size))
+        return attend(q, k, v, ends - new, new, _sums_from_0(counts)[:-1], counts, causal=causal)
+
+    found = part(cached, new, rows, causal=True)
+    before = _sums_from_0(cached)
+    size = context.chunk(len(lengths) * context.capacity, q)
+
+    def with_chunk(i, state):
+        first, last = (jnp.clip(bound - before[:-1], 0, cached) for bound in (i * size, (i + 1) * size))
+        return _merged(state, part(first, last - first, size, causal=False))
+
+    most = -(-len(lengths) * context.capacity // size) if dense.by_lengths else None
+    return _with_chunks(found, with_chunk, -(-before[-1] // size), most)
+
+
+def _chunk(most: int, tokens: int) -> int:
+    """Tokens per chunk, at least 1 and at most `most`, given the number of `tokens` that memory allows.
+
+    The chunks of `most` tokens are about equal.
+    """
+    tokens = max(tokens, 1)
+    equal = -(-most // -(-most // tokens))
+    if tokens < ALIGNED:
+        return min(equal, most)
+    return min(-(-equal // ALIGNED) * ALIGNED, tokens // ALIGNED * ALIGNED, most)
+
+
+def _splits(size: int, rows: int) -> int:
+    """Into how many parts the keys of a chunk are divided, so that work tiles of 128 query rows fill a GPU."""
+    splits = 1
+    while rows * splits < FULL_ROWS and size % (2 * splits * LEAST_KEYS) == 0:
+        splits *= 2
+    return splits
+
+
+def _sums_from_0(counts) -> jax.Array:
+    """int32 [B + 1], from 0."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+
+
+def _merged(state, part) -> tuple[jax.Array, jax.Array]:
+    """Merges two pairs (out, lse), in the dtype of the first `out`.  One without keys has out 0 and lse -inf.
+
+    `merge_states` would take a NaN in `lse`, which a NaN in the cache causes, for a part without keys.
+    """
+    (out, lse), (other_out, other_lse) = state, part
+    total = jnp.logaddexp(lse, other_lse)
+    top = jnp.where(total == -jnp.inf, 0, total)
+    weight, other_weight = (jnp.exp(x - top)[..., None] for x in (lse, other_lse))
+    return out * weight + other_out.astype(out.dtype) * other_weight, total
+
+
+def _shifted(x, by):
+    """x [B, Q, ...] whose row t is row t + by of `x`, or else its first or last row; `by` is [B]."""
+    rows = jnp.clip(jnp.arange(x.shape[1], dtype=jnp.int32) + by[:, None], 0, x.shape[1] - 1)
+    return jnp.take_along_axis(x, rows.reshape(*rows.shape, *[1] * (x.ndim - 2)), axis=1)
+
+
+def _padded(x, padding, fill):
+    """Shifts x [B, Q, ...] right by `padding` [B], filling with `fill`; the rows that do not fit are dropped."""
+    live = jnp.arange(x.shape[1], dtype=jnp.int32) >= padding[:, None]
+    return jnp.where(live.reshape(*live.shape, *[1] * (x.ndim - 2)), _shifted(x, -padding), jnp.asarray(fill, x.dtype))
+
+
+def _unpacked(x, counts, size: int):
+    """x [B * size, ...], in which the `counts` [B] rows of each request follow one another, as [B, size, ...]."""
+    if len(counts) == 1:
+        return x[None]
+    token = jnp.arange(size, dtype=jnp.int32)
+    live = token < counts[:, None]
+    rows = jnp.where(live, _sums_from_0(counts)[:-1, None] + token, 0)
+    return jnp.where(live.reshape(*live.shape, *[1] * (x.ndim - 1)), x[rows], 0)
