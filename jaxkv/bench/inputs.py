@@ -1,5 +1,6 @@
 """The arguments of a workload's calls: random values, shuffled blocks, a full cache."""
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -9,10 +10,19 @@ import numpy as np
 from jax import lax
 
 import jaxkv
-from jaxkv.bench.workload import Requests, Shapes, Workload, unit_scales, writer
+from jaxkv.bench.workload import Requests, Shapes, Workload, unit_scales
+from jaxkv_kernels.formats.entries import Entry
 
 PATTERN_BLOCKS = 64
 """Blocks with distinct entries; a longer cache repeats them."""
+
+WRITERS: dict[type[Entry], Callable[..., jaxkv.KVCache]] = {
+    jaxkv.MLAEntry: jaxkv.write_mla,
+    jaxkv.KVEntry: jaxkv.write_kv,
+    jaxkv.IndexerEntry: jaxkv.write_indexer_k,
+    jaxkv.StateEntry: jaxkv.write_state,
+}
+"""The operation that writes entries of each kind."""
 
 
 class Varying(NamedTuple):
@@ -103,21 +113,21 @@ def _repeated(rows, index):
 def _pattern(layouts: tuple[jaxkv.CacheLayout, ...]) -> jax.Array:
     """A buffer with random entries in every slot of these layouts."""
 
-    def fill(layout, layer, cache):
-        entry, slots = layout.entry, jnp.arange(layout.num_slots, dtype=jnp.int32)
-        shapes = [(slots.size, *(() if entry.one_head else (layout.num_heads,)), n) for n in entry.sizes]
-        keys = jax.random.split(jax.random.fold_in(jax.random.key(3), layer), len(shapes))
-        values = [jax.random.normal(key, shape, jnp.bfloat16) for key, shape in zip(keys, shapes, strict=True)]
-        if isinstance(entry, jaxkv.StateEntry):
-            states = entry.named(values)
-            return jaxkv.write_state(cache.view(layout), states, slots, layer=layer, implementation="xla")
-        write = getattr(jaxkv, writer(entry))
-        return write(cache.view(layout), *values, slots, layer=layer, implementation="xla", **unit_scales(entry))
-
     def of_layer(layer, cache):
         for layout in layouts:
-            cache = fill(layout, layer, cache)
+            cache = with_random_layer(cache.view(layout), layer, jax.random.fold_in(jax.random.key(3), layer))
         return cache.view(layouts[0])
 
     zeros = jaxkv.KVCache.zeros
     return jax.jit(lambda: lax.fori_loop(0, layouts[0].num_layers, of_layer, zeros(layouts[0])))().buffer
+
+
+def with_random_layer(cache: jaxkv.KVCache, layer, key: jax.Array) -> jaxkv.KVCache:
+    """The cache with random entries in every slot of `layer`."""
+    layout, entry = cache.layout, cache.layout.entry
+    slots, heads = jnp.arange(layout.num_slots, dtype=jnp.int32), () if entry.one_head else (layout.num_heads,)
+    keys = zip(jax.random.split(key, len(entry.sizes)), entry.sizes, strict=True)
+    values: list[Any] = [jax.random.normal(key, (slots.size, *heads, n), jnp.bfloat16) for key, n in keys]
+    if isinstance(entry, jaxkv.StateEntry):
+        values = [entry.named(values)]
+    return WRITERS[type(entry)](cache, *values, slots, layer=layer, implementation="xla", **unit_scales(entry))

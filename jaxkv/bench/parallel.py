@@ -23,6 +23,7 @@ import jaxkv
 from jaxkv import parallel
 from jaxkv.bench.inputs import attention_nbytes
 from jaxkv.bench.timing import measure_ceilings
+from jaxkv.bench.workload import unit_scales
 from jaxkv.parallel import context
 from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import counted
@@ -74,7 +75,7 @@ class Sizes:
     @property
     def scales(self) -> dict[str, Any]:
         """Scales of the entries, as keyword arguments."""
-        return {"kv_scale": 1.0} if self.entry.codec.scaled else {}
+        return unit_scales(self.entry)
 
     def blocks(self, devices: int) -> int:
         """Blocks of a request on each of `devices` devices."""

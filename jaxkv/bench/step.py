@@ -6,7 +6,6 @@ GPUs, the time of a step is divided into kinds of kernels, and the gaps between 
 
 import argparse
 import time
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -18,6 +17,7 @@ from jax import lax
 import jaxkv
 from jaxkv import models
 from jaxkv.bench import random_models
+from jaxkv.bench.inputs import with_random_layer
 from jaxkv.bench.kernel_times import by_kind, describe_shares, kernels_of, shares
 from jaxkv.models import Model, prefill
 from jaxkv.models.parallel.base import Parallel
@@ -97,28 +97,17 @@ def filled(model: Model, num_blocks: int) -> jaxkv.KVCache:
 
 def _with_random_entries(model: Model, cache: jaxkv.KVCache) -> jaxkv.KVCache:
     """One device's cache with random entries, and random keys if the model has an indexer."""
-    layout, entry = cache.layout, cache.layout.entry
-    heads, operation, scales = (), jaxkv.write_mla, ("kv_scale",)
-    if isinstance(entry, jaxkv.KVEntry):
-        heads, operation, scales = (layout.num_heads,), jaxkv.write_kv, ("k_scale", "v_scale")
-    options = dict.fromkeys(scales, 1.0) if entry.codec.scaled else {}
-    cache = _written(cache, partial(operation, **options), [(*heads, n) for n in entry.sizes])
-    if model.config.indexer is None:
+    layout, indexer = cache.layout, model.config.indexer
+    cache = _with_random_layers(cache)
+    if indexer is None:
         return cache
-    packed = model.packed_layout(model.config.indexer, layout.num_blocks, layout.block_size)
-    keys = cache.view(packed["indexer"])
-    return _written(keys, jaxkv.write_indexer_k, [(model.config.indexer.head_dim,)]).view(layout)
+    packed = model.packed_layout(indexer, layout.num_blocks, layout.block_size)
+    return _with_random_layers(cache.view(packed["indexer"])).view(layout)
 
 
-def _written(cache: jaxkv.KVCache, operation: Any, shapes: Sequence[tuple[int, ...]]) -> jaxkv.KVCache:
-    """The cache with normal values of those shapes in every slot of every layer."""
-    slots = jnp.arange(cache.layout.num_slots, dtype=jnp.int32)
-
+def _with_random_layers(cache: jaxkv.KVCache) -> jaxkv.KVCache:
     def layer(i, cache):
-        keys = jax.random.split(jax.random.key(i), len(shapes))
-        drawn = zip(keys, shapes, strict=True)
-        values = [jax.random.normal(key, (slots.size, *shape), jnp.bfloat16) for key, shape in drawn]
-        return operation(cache, *values, slots, layer=i, implementation="xla")
+        return with_random_layer(cache, i, jax.random.key(i))
 
     return lax.fori_loop(0, cache.layout.num_layers, layer, cache)
 

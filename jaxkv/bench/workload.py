@@ -79,13 +79,6 @@ def unit_scales(entry: Entry) -> dict[str, float]:
     return dict.fromkeys(names, 1.0) if entry.codec.scaled else {}
 
 
-def writer(entry: Entry) -> str:
-    """The operation that writes entries of this kind."""
-    if isinstance(entry, jaxkv.KVEntry):
-        return "write_kv"
-    return "write_indexer_k" if isinstance(entry, jaxkv.IndexerEntry) else "write_mla"
-
-
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """One call of `operation` for a number of requests with `tokens` tokens each, on a cache in cross-layer order.
