@@ -33,8 +33,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 from importlib.metadata import version
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.backends import implementations
-from jaxkv.dispatch.checked import checked
+from jaxkv.data_checks import checked
+from jaxkv.dispatch import implementations
 from jaxkv.layout.layout import ORDERS, CacheLayout, Strides, TokenShards
 from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.ops.attention import decode_kv, decode_mla

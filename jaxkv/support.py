@@ -4,10 +4,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxkv.dispatch import backends
-from jaxkv.dispatch.backends import Call
+from jaxkv.dispatch import BACKENDS
 from jaxkv.ops import OPERATIONS
 from jaxkv.ops.operation import Operation, Sample
+from jaxkv_kernels.calls import Call
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import FORMATS
 
@@ -48,11 +48,11 @@ def explain(operation: Callable[..., Any], *args, **kwargs) -> Explanation:
       ValueError: the arguments are wrong, as in the call.
     """
     call = call_of(operation, *args, **kwargs)
-    reasons = {backend.name: tuple(backend.reasons_against(call)) for backend in backends.BACKENDS}
+    reasons = {backend.name: tuple(backend.kernels().reasons_against(call)) for backend in BACKENDS}
     return Explanation(call.operation, reasons)
 
 
-def call_of(operation: Callable[..., Any], *args, **kwargs) -> Call:
+def call_of(operation: Callable[..., Any], *args, **kwargs) -> Call[Any]:
     """The checked call that `operation(*args, **kwargs)` would run."""
     for declared in OPERATIONS:
         if declared.function is operation:
@@ -73,15 +73,15 @@ def support_matrix() -> str:
     The table is the same on every machine.  A column shows what the implementation supports on the devices that it is
     for.
     """
-    names = [f"`{backend.name}` ({backend.devices})" for backend in backends.BACKENDS]
+    names = [f"`{backend.name}` ({backend.devices})" for backend in BACKENDS]
     lines = [f"| operation | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for operation in OPERATIONS:
         for variant in ("", *operation.variants):
-            cells: dict[str, dict[str, None]] = {backend.name: {} for backend in backends.BACKENDS}
+            cells: dict[str, dict[str, None]] = {backend.name: {} for backend in BACKENDS}
             for entry_format, args, kwargs in operation.samples(variant):
                 call = operation.call(*args, **kwargs)
-                for backend in backends.BACKENDS:
-                    if not backend.unsupported_reasons(call):
+                for backend in BACKENDS:
+                    if not backend.kernels().unsupported_reasons(call):
                         cells[backend.name][entry_format or "any"] = None
             row = (", ".join(formats) or "-" for formats in cells.values())
             lines.append(f"| `{operation.name}`{variant and ' ' + variant} | {' | '.join(row)} |")

@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 
 import jaxkv
-from jaxkv.dispatch.backends import BACKENDS
+from jaxkv.dispatch import BACKENDS
 from jaxkv.ops.operation import Operation, Sample
 from jaxkv.support import sample_calls
 from jaxkv.terminal.memory import device_memory
@@ -160,11 +160,11 @@ def _implementations(*, verbose: bool) -> list[str]:
     Reasons against all calls are always listed.
     """
     samples = list(sample_calls())
-    kernels = {backend.name: backend.kernels for backend in BACKENDS}
+    kernels = {backend.name: backend.kernels() for backend in BACKENDS}
     lines = []
     for name, devices in jaxkv.implementations().items():
         supported, rejected = [], {}
-        own = [(operation, sample) for operation, sample in samples if operation.name in kernels[name]]
+        own = [(operation, sample) for operation, sample in samples if kernels[name].support(operation.name)]
         for operation, sample in own:
             reasons = _guarded(partial(_reasons_against, operation, sample, name))
             call = f"{operation.name} {sample.format}".rstrip()
@@ -181,7 +181,7 @@ def _implementations(*, verbose: bool) -> list[str]:
         lines += [
             f"  rejects {', '.join(calls)}: {reason}" for reason, calls in rejected.items() if reason not in everything
         ]
-        without = dict.fromkeys(operation.name for operation, _ in samples if operation.name not in kernels[name])
+        without = dict.fromkeys(operation.name for operation, _ in samples if not kernels[name].support(operation.name))
         lines += [f"  has no kernel for {', '.join(without)}"] if without else []
     return lines if verbose else [*lines, "--verbose lists the calls that an implementation rejects, and why"]
 

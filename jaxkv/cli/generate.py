@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 import jax
 
 import jaxkv
+from jaxkv.checks import FLOATS
 from jaxkv.cli.options import add_entry_format, positive, seed
-from jaxkv.dispatch.validate import FLOATS
 from jaxkv.terminal.memory import nbytes, require_memory
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.dispatch import backends
+from jaxkv import dispatch
 from jaxkv.fuzz.attention import DecodeKV, DecodeMLA, Logits, Plan, Sparse
 from jaxkv.fuzz.case import Case, Index, Shapes
 from jaxkv.fuzz.layouts import pick
@@ -109,9 +109,9 @@ OPERATIONS = tuple(operation.name for operation in DECLARED)
 def draw_case(seed: int, implementation: str) -> Case | str:
     """A case of this seed that the implementation supports; otherwise the reasons against the last one drawn."""
     rng, operation = np.random.default_rng(seed), DECLARED[seed % len(DECLARED)]
-    kernels = {backend.name: backend.kernels for backend in backends.BACKENDS}[implementation]
+    kernels = next(backend.kernels() for backend in dispatch.BACKENDS if backend.name == implementation)
     reasons: tuple[str, ...] = ()
-    for _ in range(TRIES if operation.name in kernels else 1):
+    for _ in range(TRIES if kernels.support(operation.name) else 1):
         case = FAMILIES[operation.name].drawn(rng, operation)
         draw, layout = case.draw(np.random.default_rng(0)), case.layout
         cache: Any = jax.eval_shape(lambda layout=layout: jaxkv.KVCache.zeros(layout))

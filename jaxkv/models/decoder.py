@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import Dims, int32
+from jaxkv.checks import Dims, int32
 from jaxkv.models.batch import Batch, joined
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.layers.linear import product, rms_norm

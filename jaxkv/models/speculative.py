@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import Dims, int32
+from jaxkv.checks import Dims, int32
 from jaxkv.models.batch import Batch
 from jaxkv.models.decoder import final_norm, forward, output
 from jaxkv.models.families import FAMILIES

@@ -14,7 +14,7 @@ from threading import Lock
 
 import numpy as np
 
-from jaxkv.dispatch.validate import describe, positive_int
+from jaxkv.checks import describe, positive_int
 from jaxkv.offload.block_file import (
     UNFINISHED,
     VERSION,

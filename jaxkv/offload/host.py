@@ -12,7 +12,7 @@ import jax
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import block_ids, positive_int
+from jaxkv.checks import block_ids, positive_int
 from jaxkv.offload import transfers
 from jaxkv.offload.block_file import DamagedBlock
 from jaxkv.offload.chunks import Chunk, Chunks

@@ -1,18 +1,20 @@
 """`HotRows`: a cache of latents in host memory, of which the device has the rows that sparse attention used last."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import Dims, block_ids, check_cache, describe, int32, layer_index, positive_int
+from jaxkv.checks import Dims, block_ids, check_cache, describe, int32, layer_index, positive_int
+from jaxkv.dispatch import run
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.offload.rows import read_rows
 from jaxkv.ops.slots import slots_for
 from jaxkv.ops.writes import write_mla
+from jaxkv_kernels import calls
 from jaxkv_kernels.addressing.hot_map import HotMap
 from jaxkv_kernels.addressing.slots import MAX_SLOTS
 from jaxkv_kernels.formats.entries import MLAEntry
@@ -184,15 +186,14 @@ class HotRows:
         new, slots = self._fetch(dims, positions, block_tables, layer, implementation, copied=False)
         cache = write_mla(new.cache, kv_c, k_pe, slots.reshape(-1), layer=layer, kv_scale=kv_scale)
         host_slots = slots_for(block_tables, positions, block_size=self.host.block_size)
-        arrays = {
-            "buffer": cache.buffer,
-            "address": self.address,
-            "writes": self.writes,
-            "slots": slots.reshape(-1),
-            "host_slots": host_slots.reshape(-1),
-            "layer": layer_index(layer, cache),
-        }
-        writes = run(Call("store_rows", arrays, self._options()), implementation)
+        call = calls.StoreRows(
+            buffer=cache.buffer,
+            layer=layer_index(layer, cache),
+            slots=slots.reshape(-1),
+            host_slots=host_slots.reshape(-1),
+            **self._fields(),
+        )
+        writes = run(call, implementation)
         return replace(new, cache=cache, writes=writes)
 
     def forget(self, which) -> "HotRows":
@@ -203,8 +204,15 @@ class HotRows:
     def _dims(self) -> Dims:
         return Dims(B=(self.maps.shape[1], "the requests of these rows"))
 
-    def _options(self):
-        return {"pages": self.cache.layout.pages, "host_pages": self.host.pages, "entry": self.host.entry}
+    def _fields(self) -> dict[str, Any]:
+        """The fields of a `HotRowsCall` that do not depend on the cache's contents."""
+        return {
+            "pages": self.cache.layout.pages,
+            "host_pages": self.host.pages,
+            "entry": self.host.entry,
+            "address": self.address,
+            "writes": self.writes,
+        }
 
     def _fetch(self, dims, positions, block_tables, layer, implementation, *, copied) -> tuple["HotRows", jax.Array]:
         dims.check_ints("block_tables", block_tables, "B M")
@@ -213,15 +221,15 @@ class HotRows:
             raise ValueError(
                 f"`positions` has {count} tokens per request: expected at most {self.hot.rows}, the rows of a request"
             )
-        arrays = {
-            "buffer": self.cache.buffer,
-            "maps": self.maps,
-            "address": self.address,
-            "writes": self.writes,
-            "positions": int32(positions).reshape(requests, -1),
-            "block_tables": int32(block_tables),
-            "layer": layer_index(layer, self.cache),
-        }
-        call = Call("fetch_rows", arrays, {**self._options(), "hot": self.hot, "copied": copied})
+        call = calls.FetchRows(
+            buffer=self.cache.buffer,
+            layer=layer_index(layer, self.cache),
+            maps=self.maps,
+            positions=int32(positions).reshape(requests, -1),
+            block_tables=int32(block_tables),
+            hot=self.hot,
+            copied=copied,
+            **self._fields(),
+        )
         buffer, maps, slots = run(call, implementation)
         return replace(self, cache=KVCache(buffer, self.cache.layout), maps=maps), slots.reshape(positions.shape)

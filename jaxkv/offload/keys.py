@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from jaxkv.dispatch.validate import describe, positive_int
+from jaxkv.checks import describe, positive_int
 
 KEY_BYTES = hashlib.sha256().digest_size
 """The length of the keys that `prefix_keys` computes."""

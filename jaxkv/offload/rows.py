@@ -3,7 +3,7 @@
 import jax
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import check_cache
+from jaxkv.checks import check_cache
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv.ops.blocks import read_blocks, write_blocks

@@ -1,13 +1,14 @@
 """Dense attention of new tokens to the cache."""
 
+from dataclasses import dataclass
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.arrangement import ArrangedCall, Arrangement, arrange
-from jaxkv.dispatch.validate import (
+from jaxkv.checks import (
     FLOATS,
     Dims,
     check_cache,
@@ -23,7 +24,9 @@ from jaxkv.dispatch.validate import (
 )
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.plan import DecodePlan, Shape, check_plan, groups_of, run_planned
+from jaxkv.ops.ragged_queries import Arrangement, arrange
 from jaxkv.ops.samples import PAGED, sample_options, sample_queries
+from jaxkv_kernels import calls
 from jaxkv_kernels.addressing.slots import slots_for
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.xla.softmax import with_sinks
@@ -102,28 +105,21 @@ def decode_mla(
         was made for another shape or dtype.
     """
     return_lse = static_bool("return_lse", return_lse)
-    call = _bind_mla(
-        q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, window, causal, sinks,
-        cu_q_lens, plan,
-    )  # fmt: skip
-    return _result(run_planned(call, plan, implementation), call.arrangement, q_latent, sinks, return_lse)
-
-
-def _bind_mla(
-    q_latent, q_pe, cache, block_tables, seq_lens, layer, scale, kv_scale, logit_cap, window, causal, sinks, cu_q_lens,
-    plan,
-) -> ArrangedCall:  # fmt: skip
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
     axes = query_axes("q_latent", q_latent, ragged=cu_q_lens is not None)
     dims.check("q_latent", q_latent, f"{axes} R")
     dims.check("q_pe", q_pe, f"{axes} P", (str(q_latent.dtype),))
-    queries = {"q_latent": q_latent, "q_pe": q_pe}
-    scales = {"kv_scale": entry_scale("kv_scale", kv_scale, cache)}
-    return _bind(
-        "decode_mla", cache, dims, queries, scales, block_tables, seq_lens, layer, scale, logit_cap, window, causal,
-        sinks, cu_q_lens, plan,
-    )  # fmt: skip
+    batch = Batch.of(dims, cache, q_latent, block_tables, seq_lens, layer, window, causal, cu_q_lens, plan, sinks)
+    call = calls.DecodeMLA(
+        q_latent=batch.arrangement.queries(q_latent),
+        q_pe=batch.arrangement.queries(q_pe),
+        kv_scale=entry_scale("kv_scale", kv_scale, cache),
+        scale=softmax_scale(scale),
+        logit_cap=logit_cap_of(logit_cap),
+        **batch.fields(cache),
+    )
+    return batch.result(run_planned(call, plan, implementation), q_latent, sinks, return_lse)
 
 
 def decode_kv(
@@ -184,16 +180,6 @@ def decode_kv(
         was made for another shape or dtype.
     """
     return_lse = static_bool("return_lse", return_lse)
-    call = _bind_kv(
-        q, cache, block_tables, seq_lens, layer, scale, k_scale, v_scale, logit_cap, window, causal, sinks, cu_q_lens,
-        plan,
-    )  # fmt: skip
-    return _result(run_planned(call, plan, implementation), call.arrangement, q, sinks, return_lse)
-
-
-def _bind_kv(
-    q, cache, block_tables, seq_lens, layer, scale, k_scale, v_scale, logit_cap, window, causal, sinks, cu_q_lens, plan
-) -> ArrangedCall:  # fmt: skip
     check_cache(cache, KVEntry)
     heads = cache.layout.num_heads
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
@@ -202,14 +188,18 @@ def _bind_kv(
     q = converted(q, cache.layout.entry.input_dtype)
     if dims["Hq"] % heads:
         raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {heads} heads")
-    scales = {
-        "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
-        "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
-    }
-    return _bind(
-        "decode_kv", cache, dims, {"q": q}, scales, block_tables, seq_lens, layer, scale, logit_cap, window, causal,
-        sinks, cu_q_lens, plan,
-    )  # fmt: skip
+    k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
+    v_scale = entry_scale("v_scale", v_scale, cache, heads=True)
+    batch = Batch.of(dims, cache, q, block_tables, seq_lens, layer, window, causal, cu_q_lens, plan, sinks)
+    call = calls.DecodeKV(
+        q=batch.arrangement.queries(q),
+        k_scale=k_scale,
+        v_scale=v_scale,
+        scale=softmax_scale(scale),
+        logit_cap=logit_cap_of(logit_cap),
+        **batch.fields(cache),
+    )
+    return batch.result(run_planned(call, plan, implementation), q, sinks, return_lse)
 
 
 def converted(q, dtype):
@@ -235,66 +225,77 @@ def query_axes(name, q, *, ragged: bool = False) -> str:
     return "B Hq" if rank == 3 else "B Q Hq"
 
 
-def _bind(
-    operation, cache, dims, queries, scales, block_tables, seq_lens, layer, scale, logit_cap, window, causal, sinks,
-    cu_q_lens, plan,
-) -> ArrangedCall:  # fmt: skip
-    """Checks the arguments that `decode_mla` and `decode_kv` have in common, and returns the call."""
-    dims.check_ints("block_tables", block_tables, "B M")
-    dims.check_ints("seq_lens", seq_lens, "B")
-    if sinks is not None:
-        dims.check("sinks", sinks, "Hq", ("float32",))
-    block_tables, seq_lens = int32(block_tables), int32(seq_lens)
-    layer, pages, entry = layer_index(layer, cache), cache.layout.pages, cache.layout.entry
-    window = window_of(window, causal, dims["M"] * pages.block_size)
-    q = next(iter(queries.values()))
-    q_len = dims["Q"] if len(q.shape) == 4 else 1
-    groups = groups_of(plan, None if cu_q_lens is None else dims["T"])
-    arrangement = arrange(
-        dims, pages.num_heads, q_len=q_len, window=window, causal=causal, cu_q_lens=cu_q_lens, groups=groups
-    )
-    if checks.checking():
-        tokens = jnp.full_like(seq_lens, q_len) if cu_q_lens is None else jnp.diff(int32(cu_q_lens))
-        seen = jnp.where(tokens > 0, seq_lens, 0)
-        first = jnp.zeros_like(seen) if window is None else seen - (tokens - 1) - window
-        check_entries(cache, block_tables, first, seen, layer)
-    tables, lengths = arrangement.requests(block_tables, seq_lens, pages.block_size)
-    heads, tokens = arrangement.kernel_heads(dims["Hq"]), arrangement.kernel_q_len
-    check_plan(plan, Shape.of(tables, pages, entry, heads, tokens, window, q.dtype), seq_lens)
-    arrays = {
-        **{name: arrangement.queries(q) for name, q in queries.items()},
-        **scales,
-        "buffer": cache.buffer,
-        "block_tables": tables,
-        "seq_lens": lengths,
-        "layer": layer,
-        "scale": softmax_scale(scale),
-        "plan": None,
-    }
-    options = {"pages": pages, "entry": entry, "logit_cap": logit_cap_of(logit_cap), "window": window}
-    return ArrangedCall(operation, arrays, options, arrangement)
+@dataclass(frozen=True)
+class Batch:
+    """The requests of a decode: what `decode_mla` and `decode_kv` have in common, checked."""
+
+    arrangement: Arrangement
+    block_tables: jax.Array
+    """Of the kernel's requests, as the lengths."""
+    seq_lens: jax.Array
+    layer: jax.Array
+    window: int | None
+
+    @classmethod
+    def of(
+        cls, dims: Dims, cache: KVCache, q, block_tables, seq_lens, layer, window, causal, cu_q_lens, plan, sinks
+    ) -> "Batch":
+        """Checks the arguments.  `dims` has the axes of the queries `q`, which are checked already."""
+        dims.check_ints("block_tables", block_tables, "B M")
+        dims.check_ints("seq_lens", seq_lens, "B")
+        if sinks is not None:
+            dims.check("sinks", sinks, "Hq", ("float32",))
+        block_tables, seq_lens = int32(block_tables), int32(seq_lens)
+        layer, pages, entry = layer_index(layer, cache), cache.layout.pages, cache.layout.entry
+        window = window_of(window, causal, dims["M"] * pages.block_size)
+        q_len = dims["Q"] if len(q.shape) == 4 else 1
+        groups = groups_of(plan, None if cu_q_lens is None else dims["T"])
+        arrangement = arrange(
+            dims, pages.num_heads, q_len=q_len, window=window, causal=causal, cu_q_lens=cu_q_lens, groups=groups
+        )
+        if data_checks.checking():
+            tokens = jnp.full_like(seq_lens, q_len) if cu_q_lens is None else jnp.diff(int32(cu_q_lens))
+            seen = jnp.where(tokens > 0, seq_lens, 0)
+            first = jnp.zeros_like(seen) if window is None else seen - (tokens - 1) - window
+            check_entries(cache, block_tables, first, seen, layer)
+        tables, lengths = arrangement.requests(block_tables, seq_lens, pages.block_size)
+        heads, tokens = arrangement.kernel_heads(dims["Hq"]), arrangement.kernel_q_len
+        check_plan(plan, Shape.of(tables, pages, entry, heads, tokens, window, q.dtype), seq_lens)
+        return cls(arrangement, tables, lengths, layer, window)
+
+    def fields(self, cache: KVCache) -> dict[str, Any]:
+        """The fields of a `DecodeCall` that say what it attends to."""
+        return {
+            "buffer": cache.buffer,
+            "pages": cache.layout.pages,
+            "entry": cache.layout.entry,
+            "block_tables": self.block_tables,
+            "seq_lens": self.seq_lens,
+            "layer": self.layer,
+            "window": self.window,
+            "plan": None,
+        }
+
+    def result(self, found, q, sinks, return_lse: bool) -> Any:
+        """The kernel's results in the order of the queries `q`, and with `sinks`."""
+        out, lse = (self.arrangement.results(x, empty) for x, empty in zip(found, (0.0, -jnp.inf), strict=True))
+        if self.arrangement.groups is None and len(q.shape) == 3:
+            out, lse = out[:, 0], lse[:, 0]
+        if sinks is not None:
+            out = with_sinks(out, lse, sinks)
+        return (out, lse) if return_lse else out
 
 
 def check_entries(cache: KVCache, block_tables, first, seq_lens, layer) -> None:
     """Checks that the tokens of positions first <= p < seq_lens are in the cache, and that none holds NaN."""
     pages = cache.layout.pages
-    checks.check_layer(layer, pages)
-    checks.check_tables(block_tables, first, seq_lens, pages)
+    data_checks.check_layer(layer, pages)
+    data_checks.check_tables(block_tables, first, seq_lens, pages)
     positions = jnp.arange(block_tables.shape[1] * pages.block_size, dtype=jnp.int32)
     positions = jnp.broadcast_to(positions, (block_tables.shape[0], positions.size))
     live = (positions >= first[:, None]) & (positions < seq_lens[:, None])
     slots = slots_for(block_tables, positions, block_size=pages.block_size)
-    checks.check_live_entries(cache, slots, live, layer)
-
-
-def _result(found, arrangement: Arrangement, q, sinks, return_lse):
-    """The kernel's results in the order of the queries `q`, and with `sinks`."""
-    out, lse = (arrangement.results(x, empty) for x, empty in zip(found, (0.0, -jnp.inf), strict=True))
-    if arrangement.groups is None and len(q.shape) == 3:
-        out, lse = out[:, 0], lse[:, 0]
-    if sinks is not None:
-        out = with_sinks(out, lse, sinks)
-    return (out, lse) if return_lse else out
+    data_checks.check_live_entries(cache, slots, live, layer)
 
 
 def _sample_mla(cache):
@@ -308,6 +309,6 @@ def _sample_kv(cache):
 
 
 OPERATIONS = (
-    Operation(decode_mla, _bind_mla, _sample_mla, entries=(MLAEntry,)),
-    Operation(decode_kv, _bind_kv, _sample_kv, entries=(KVEntry,)),
+    Operation(decode_mla, _sample_mla, entries=(MLAEntry,)),
+    Operation(decode_kv, _sample_kv, entries=(KVEntry,)),
 )

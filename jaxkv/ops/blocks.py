@@ -8,14 +8,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import Dims, check_cache, int32
+from jaxkv.checks import Dims, check_cache, int32
+from jaxkv.dispatch import run
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout, Table
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import array
+from jaxkv_kernels import calls
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.addressing.rows import read_entries, write_entries
 from jaxkv_kernels.formats.bits import view_as
@@ -42,20 +43,17 @@ def copy_blocks(cache: KVCache, src, dst, *, implementation=None) -> KVCache:
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    return KVCache(run(_bind_copy(cache, src, dst), implementation), cache.layout)
-
-
-def _bind_copy(cache, src, dst) -> Call:
     check_cache(cache, Entry)
     dims, pages = Dims(), cache.layout.pages
     dims.check_ints("src", src, "n")
     dims.check_ints("dst", dst, "n")
     src, dst = int32(src), int32(dst)
-    if checks.checking():
-        checks.check_ids("src", src, pages)
-        checks.check_ids("dst", dst, pages)
-        checks.check_written_once("dst", dst, "block")
-    return Call("copy_blocks", {"buffer": cache.buffer, "src": src, "dst": dst}, {"pages": pages})
+    if data_checks.checking():
+        data_checks.check_ids("src", src, pages)
+        data_checks.check_ids("dst", dst, pages)
+        data_checks.check_written_once("dst", dst, "block")
+    call = calls.CopyBlocks(buffer=cache.buffer, pages=pages, src=src, dst=dst)
+    return KVCache(run(call, implementation), cache.layout)
 
 
 def read_blocks(cache: KVCache, blocks, *, implementation=None) -> jax.Array:
@@ -75,16 +73,12 @@ def read_blocks(cache: KVCache, blocks, *, implementation=None) -> jax.Array:
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    return run(_bind_read(cache, blocks), implementation)
-
-
-def _bind_read(cache, blocks) -> Call:
     check_cache(cache, Entry)
     Dims().check_ints("blocks", blocks, "n")
     blocks = int32(blocks)
-    if checks.checking():
-        checks.check_ids("blocks", blocks, cache.layout.pages)
-    return Call("read_blocks", {"buffer": cache.buffer, "blocks": blocks}, {"pages": cache.layout.pages})
+    if data_checks.checking():
+        data_checks.check_ids("blocks", blocks, cache.layout.pages)
+    return run(calls.ReadBlocks(buffer=cache.buffer, pages=cache.layout.pages, blocks=blocks), implementation)
 
 
 def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCache:
@@ -106,20 +100,17 @@ def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCach
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    return KVCache(run(_bind_write(cache, blocks, data), implementation), cache.layout)
-
-
-def _bind_write(cache, blocks, data) -> Call:
     check_cache(cache, Entry)
     pages = cache.layout.pages
     dims = Dims(E=(pages.block_elements, "the elements of a block's payload"))
     dims.check_ints("blocks", blocks, "n")
     dims.check("data", data, "n E", (str(cache.layout.dtype),))
     blocks = int32(blocks)
-    if checks.checking():
-        checks.check_ids("blocks", blocks, pages)
-        checks.check_written_once("blocks", blocks, "block")
-    return Call("write_blocks", {"buffer": cache.buffer, "blocks": blocks, "data": data}, {"pages": pages})
+    if data_checks.checking():
+        data_checks.check_ids("blocks", blocks, pages)
+        data_checks.check_written_once("blocks", blocks, "block")
+    call = calls.WriteBlocks(buffer=cache.buffer, pages=pages, blocks=blocks, data=data)
+    return KVCache(run(call, implementation), cache.layout)
 
 
 def convert_blocks(
@@ -239,7 +230,7 @@ def _sample_write(cache):
 _ANY = (MLAEntry, KVEntry, IndexerEntry, StateEntry)
 
 OPERATIONS = (
-    Operation(copy_blocks, _bind_copy, lambda cache: ((cache, _IDS, _IDS), {}), entries=_ANY),
-    Operation(read_blocks, _bind_read, lambda cache: ((cache, _IDS), {}), entries=_ANY),
-    Operation(write_blocks, _bind_write, _sample_write, entries=_ANY),
+    Operation(copy_blocks, lambda cache: ((cache, _IDS, _IDS), {}), entries=_ANY),
+    Operation(read_blocks, lambda cache: ((cache, _IDS), {}), entries=_ANY),
+    Operation(write_blocks, _sample_write, entries=_ANY),
 )

@@ -1,12 +1,13 @@
 """Reading the entries of ragged runs of tokens, such as the context that a chunked prefill attends to."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import (
+from jaxkv.checks import (
     Dims,
     check_cache,
     entry_scale,
@@ -16,8 +17,11 @@ from jaxkv.dispatch.validate import (
     positive_int,
     running_sum,
 )
+from jaxkv.dispatch import run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import RAGGED, TOKENS, sample_dtype, sample_options
+from jaxkv.ops.writes import entries_of
+from jaxkv_kernels import calls
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 
 
@@ -55,15 +59,10 @@ def gather_mla(
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
-    call = _bind_mla(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts, kv_scale)
-    return run(call, implementation)
-
-
-def _bind_mla(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts, kv_scale) -> Call:
     check_cache(cache, MLAEntry)
-    arrays = {"kv_scale": entry_scale("kv_scale", kv_scale, cache)}
-    decoded = float_dtype("dtype", dtype)
-    return _bind("gather_mla", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype=decoded)
+    kv_scale, dtype = entry_scale("kv_scale", kv_scale, cache), float_dtype("dtype", dtype)
+    runs = _checked_runs(cache, block_tables, cu_seq_lens, seq_starts, layer, total)
+    return run(calls.GatherMLA(**runs, kv_scale=kv_scale, dtype=dtype), implementation)
 
 
 def gather_kv(
@@ -99,18 +98,12 @@ def gather_kv(
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
-    call = _bind_kv(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts, k_scale, v_scale)
-    return run(call, implementation)
-
-
-def _bind_kv(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts, k_scale, v_scale) -> Call:
     check_cache(cache, KVEntry)
-    arrays = {
-        "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
-        "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
-    }
-    decoded = float_dtype("dtype", dtype)
-    return _bind("gather_kv", cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, dtype=decoded)
+    k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
+    v_scale = entry_scale("v_scale", v_scale, cache, heads=True)
+    dtype = float_dtype("dtype", dtype)
+    runs = _checked_runs(cache, block_tables, cu_seq_lens, seq_starts, layer, total)
+    return run(calls.GatherKV(**runs, k_scale=k_scale, v_scale=v_scale, dtype=dtype), implementation)
 
 
 def gather_indexer_k(
@@ -142,14 +135,10 @@ def gather_indexer_k(
     Raises:
       ValueError: a shape, dtype or static layer is wrong.
     """
-    call = _bind_indexer_k(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts)
-    return run(call, implementation)
-
-
-def _bind_indexer_k(cache, block_tables, cu_seq_lens, layer, total, dtype, seq_starts) -> Call:
     check_cache(cache, IndexerEntry)
-    decoded = float_dtype("dtype", dtype)
-    return _bind("gather_indexer_k", cache, {}, block_tables, cu_seq_lens, seq_starts, layer, total, dtype=decoded)
+    dtype = float_dtype("dtype", dtype)
+    runs = _checked_runs(cache, block_tables, cu_seq_lens, seq_starts, layer, total)
+    return run(calls.GatherIndexerK(**runs, dtype=dtype), implementation)
 
 
 def gather_entries(
@@ -174,20 +163,13 @@ def gather_entries(
     Raises:
       ValueError: a shape, dtype or static layer is wrong.
     """
-    call = _bind_entries(cache, block_tables, cu_seq_lens, layer, total, seq_starts)
-    return run(call, implementation)
-
-
-def _bind_entries(cache, block_tables, cu_seq_lens, layer, total, seq_starts) -> Call:
     check_cache(cache, Entry)
-    return _bind("gather_entries", cache, {}, block_tables, cu_seq_lens, seq_starts, layer, total)
+    runs = _checked_runs(cache, block_tables, cu_seq_lens, seq_starts, layer, total)
+    return run(calls.GatherEntries(**runs), implementation)
 
 
-def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer, total, **options) -> Call:
-    """Checks the arguments that the operations have in common, and returns the call.
-
-    `arrays` are the scales, and `options` those that not all operations have.
-    """
+def _checked_runs(cache: KVCache, block_tables, cu_seq_lens, seq_starts, layer, total) -> dict[str, Any]:
+    """The fields that all gathers have, checked."""
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_running_sum("cu_seq_lens", cu_seq_lens)
@@ -196,31 +178,24 @@ def _bind(operation, cache, arrays, block_tables, cu_seq_lens, seq_starts, layer
     block_tables, seq_starts = int32(block_tables), int32(seq_starts)
     layer, pages = layer_index(layer, cache), cache.layout.pages
     total = positive_int("total", total)
-    if checks.checking():
+    if data_checks.checking():
         cu_seq_lens = int32(cu_seq_lens)
         lengths = cu_seq_lens[1:] - cu_seq_lens[:-1]
         first = jnp.zeros_like(lengths) if seq_starts is None else jnp.where(lengths > 0, seq_starts, 0)
-        checks.require(first >= 0, "seq_starts", first, "the first token of a request is token 0")
-        checks.require(cu_seq_lens[:1] == 0, "cu_seq_lens", cu_seq_lens[:1], "a running sum starts at 0")
-        checks.check_layer(layer, pages)
-        checks.require(lengths >= 0, "cu_seq_lens", cu_seq_lens[1:], "a running sum never falls")
-        checks.require(cu_seq_lens[-1] <= total, "cu_seq_lens", cu_seq_lens[-1], f"`total` is {total}")
-        checks.check_tables(block_tables, first, first + lengths, pages, "seq_starts + lengths")
-    arrays = {
-        "buffer": cache.buffer,
-        **arrays,
+        data_checks.require(first >= 0, "seq_starts", first, "the first token of a request is token 0")
+        data_checks.require(cu_seq_lens[:1] == 0, "cu_seq_lens", cu_seq_lens[:1], "a running sum starts at 0")
+        data_checks.check_layer(layer, pages)
+        data_checks.require(lengths >= 0, "cu_seq_lens", cu_seq_lens[1:], "a running sum never falls")
+        data_checks.require(cu_seq_lens[-1] <= total, "cu_seq_lens", cu_seq_lens[-1], f"`total` is {total}")
+        data_checks.check_tables(block_tables, first, first + lengths, pages, "seq_starts + lengths")
+    return {
+        **entries_of(cache),
         "block_tables": block_tables,
         "cu_seq_lens": running_sum(cu_seq_lens),
         "seq_starts": seq_starts,
         "layer": layer,
-    }
-    options = {
-        "pages": pages,
-        "entry": cache.layout.entry,
         "total": total,
-        **options,
     }
-    return Call(operation, arrays, options)
 
 
 def _sample(*scales):
@@ -236,8 +211,8 @@ def _sample_entries(cache):
 
 
 OPERATIONS = (
-    Operation(gather_mla, _bind_mla, _sample("kv_scale"), entries=(MLAEntry,)),
-    Operation(gather_kv, _bind_kv, _sample("k_scale", "v_scale"), entries=(KVEntry,)),
-    Operation(gather_indexer_k, _bind_indexer_k, _sample(), entries=(IndexerEntry,)),
-    Operation(gather_entries, _bind_entries, _sample_entries, entries=(MLAEntry, KVEntry, IndexerEntry)),
+    Operation(gather_mla, _sample("kv_scale"), entries=(MLAEntry,)),
+    Operation(gather_kv, _sample("k_scale", "v_scale"), entries=(KVEntry,)),
+    Operation(gather_indexer_k, _sample(), entries=(IndexerEntry,)),
+    Operation(gather_entries, _sample_entries, entries=(MLAEntry, KVEntry, IndexerEntry)),
 )

@@ -3,14 +3,15 @@
 import jax
 import jax.numpy as jnp
 
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
-from jaxkv.dispatch.validate import FLOATS, Dims, check_cache, describe, int32, layer_index, positive_int
+from jaxkv.checks import FLOATS, Dims, check_cache, describe, int32, layer_index, positive_int
+from jaxkv.dispatch import run
 from jaxkv.ops.operation import Operation
+from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv.ops.slots import slots_for
+from jaxkv_kernels import calls
 from jaxkv_kernels.addressing.slots import lengths_in_table
 from jaxkv_kernels.formats.entries import IndexerEntry
 
@@ -39,10 +40,11 @@ def indexer_logits(
     Raises:
       ValueError: a shape, dtype or static layer is wrong.
     """
-    return run(_bind_logits(q, weights, cache, block_tables, seq_lens, layer, max_len), implementation)
+    return run(_logits_call(q, weights, cache, block_tables, seq_lens, layer, max_len), implementation)
 
 
-def _bind_logits(q, weights, cache, block_tables, seq_lens, layer, max_len) -> Call:
+def _logits_call(q, weights, cache: KVCache, block_tables, seq_lens, layer, max_len: int) -> calls.IndexerLogits:
+    """The call of `indexer_logits`, whose arguments it checks."""
     check_cache(cache, IndexerEntry)
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
     dims.check("q", q, "B Q Hi D", (*FLOATS, "float8_e4m3fn"))
@@ -52,19 +54,20 @@ def _bind_logits(q, weights, cache, block_tables, seq_lens, layer, max_len) -> C
     block_tables, seq_lens = int32(block_tables), int32(seq_lens)
     layer, pages = layer_index(layer, cache), cache.layout.pages
     max_len = positive_int("max_len", max_len)
-    if checks.checking():
-        checks.check_layer(layer, pages)
-        checks.check_tables(block_tables, jnp.zeros_like(seq_lens), seq_lens, pages, most=max_len)
-    arrays = {
-        "q": q,
-        "weights": weights,
-        "buffer": cache.buffer,
-        "block_tables": block_tables,
-        "seq_lens": seq_lens,
-        "layer": layer,
-    }
-    options = {"pages": pages, "entry": cache.layout.entry, "max_len": max_len}
-    return Call("indexer_logits", arrays, options)
+    if data_checks.checking():
+        data_checks.check_layer(layer, pages)
+        data_checks.check_tables(block_tables, jnp.zeros_like(seq_lens), seq_lens, pages, most=max_len)
+    return calls.IndexerLogits(
+        q=q,
+        weights=weights,
+        buffer=cache.buffer,
+        pages=pages,
+        entry=cache.layout.entry,
+        block_tables=block_tables,
+        seq_lens=seq_lens,
+        layer=layer,
+        max_len=max_len,
+    )
 
 
 def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
@@ -82,13 +85,9 @@ def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
     Raises:
       ValueError: `logits` is not a float32 array with at least one axis, or `k` is not a positive int.
     """
-    return run(_bind_topk(logits, k), implementation)
-
-
-def _bind_topk(logits, k) -> Call:
     if not hasattr(logits, "dtype") or logits.dtype != jnp.float32 or not logits.shape:
         raise ValueError(f"`logits` is {describe(logits)}: expected float32 [..., N]")
-    return Call("select_topk", {"logits": logits}, {"k": positive_int("k", k)})
+    return run(calls.SelectTopk(logits=logits, k=positive_int("k", k)), implementation)
 
 
 def positions_to_slots(positions, block_tables, *, block_size: int) -> jax.Array:
@@ -142,20 +141,19 @@ def select_slots(
     Raises:
       ValueError: a shape, dtype or static argument is wrong.
     """
-    call = _bind_logits(q, weights, cache, block_tables, seq_lens, layer, max_len)
-    arrays, max_len = call.arrays, call.options["max_len"]
+    call = _logits_call(q, weights, cache, block_tables, seq_lens, layer, max_len)
     k, most_bytes = positive_int("k", k), positive_int("logits_bytes", logits_bytes, below=None)
-    tables, block_size = arrays["block_tables"], cache.layout.block_size
+    tables, block_size = call.block_tables, cache.layout.block_size
 
     def select(q, weights, lengths):
-        options = {"layer": arrays["layer"], "max_len": max_len, "implementation": implementation}
+        options = {"layer": call.layer, "max_len": call.max_len, "implementation": implementation}
         logits = indexer_logits(q, weights, cache, tables, lengths, **options)
         positions = select_topk(logits, k, implementation=implementation)
         return positions_to_slots(positions, tables, block_size=block_size)
 
     return in_query_chunks(
-        select, q, weights, lengths_in_table(arrays["seq_lens"], tables, block_size),
-        token_bytes=logits_bytes_of_a_token(weights, max_len), most_bytes=most_bytes,
+        select, q, weights, lengths_in_table(call.seq_lens, tables, block_size),
+        token_bytes=logits_bytes_of_a_token(weights, call.max_len), most_bytes=most_bytes,
     )  # fmt: skip
 
 
@@ -165,6 +163,6 @@ def _sample_logits(cache):
 
 
 OPERATIONS = (
-    Operation(indexer_logits, _bind_logits, _sample_logits, entries=(IndexerEntry,)),
-    Operation(select_topk, _bind_topk, lambda: ((array("float32", BATCH, 1, 512), 64), {})),
+    Operation(indexer_logits, _sample_logits, entries=(IndexerEntry,)),
+    Operation(select_topk, lambda: ((array("float32", BATCH, 1, 512), 64), {})),
 )

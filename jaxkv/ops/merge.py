@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import FLOATS, computed, describe
+from jaxkv.checks import FLOATS, computed, describe
+from jaxkv.dispatch import run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, HEADS, array
+from jaxkv_kernels import calls
 
 
 def merge_states(
@@ -28,10 +29,6 @@ def merge_states(
     Raises:
       ValueError: a shape or dtype is wrong, or differs between parts.
     """
-    return run(_bind(outs, lses), implementation)
-
-
-def _bind(outs, lses) -> Call:
     outs, lses = _stacked("outs", outs, FLOATS), _stacked("lses", lses, ("float32",))
     if not outs.shape or not outs.shape[0]:
         raise ValueError(f"`outs` has shape {outs.shape}: expected [N, ..., D] with N at least 1")
@@ -39,7 +36,7 @@ def _bind(outs, lses) -> Call:
         raise ValueError(
             f"`lses` has shape {lses.shape}: expected {outs.shape[:-1]}, that of `outs` without its last axis"
         )
-    return Call("merge_states", {"outs": outs, "lses": lses}, {})
+    return run(calls.MergeStates(outs=outs, lses=lses), implementation)
 
 
 def _stacked(name, parts, dtypes):
@@ -63,4 +60,4 @@ def _sample():
     return (array("bfloat16", 2, BATCH, HEADS, 512), array("float32", 2, BATCH, HEADS)), {}
 
 
-OPERATIONS = (Operation(merge_states, _bind, _sample),)
+OPERATIONS = (Operation(merge_states, _sample),)

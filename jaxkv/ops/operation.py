@@ -3,11 +3,11 @@
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any, NamedTuple
 
-from jaxkv.dispatch.backends import Call
+from jaxkv.dispatch import captured
 from jaxkv.ops.samples import sample_cache
+from jaxkv_kernels.calls import Call
 from jaxkv_kernels.formats.entries import Entry
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -32,13 +32,7 @@ class Operation:
     """
 
     function: Callable[..., Any]
-    """The public function: `bind`, then the kernel of the chosen backend, then the result as users see it."""
-    bind: Callable[..., Call]
-    """Checks the arguments and returns the call for the kernels.
-
-    It runs nothing.  Its parameters have the same names as those of `function`, except that `implementation` and
-    options that only affect the result's form, such as `return_lse`, are left out.
-    """
+    """The public function: it checks its arguments, and runs the record of its call on the chosen implementation."""
     sample: Callable[..., Arguments]
     """The arguments of a sample call, given a cache (`sample_cache`) if the operation has a cache argument."""
     entries: tuple[type[Entry], ...] = ()
@@ -51,11 +45,13 @@ class Operation:
         """The name of the function, and of its kernels in each implementation."""
         return self.function.__name__
 
-    def call(self, *args, **kwargs) -> Call:
-        """The checked call that `function(*args, **kwargs)` would run; `implementation` is ignored."""
-        given = self._signature.bind(*args, **kwargs)
-        given.apply_defaults()
-        return self.bind(**{name: given.arguments[name] for name in self._bound})
+    def call(self, *args: Any, **kwargs: Any) -> Call[Any]:
+        """The checked call that `function(*args, **kwargs)` would run; `implementation` is ignored.
+
+        TypeError if the arguments do not fit the function's signature.
+        """
+        inspect.signature(self.function).bind(*args, **kwargs)
+        return captured(self.function, *args, **kwargs)
 
     def samples(self, variant: str = "") -> Iterator[Sample]:
         """A sample for each format of each kind of entry, of the usual call or of a variant."""
@@ -65,11 +61,3 @@ class Operation:
         for kind in self.entries:
             for name in kind.formats:
                 yield Sample(name, *sample(sample_cache(kind.typical(name))))
-
-    @cached_property
-    def _signature(self):
-        return inspect.signature(self.function)
-
-    @cached_property
-    def _bound(self):
-        return tuple(inspect.signature(self.bind).parameters)

@@ -1,17 +1,19 @@
 """Plans of attention: schedules that are computed once per step and shared by the calls of all layers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.arrangement import ArrangedCall, Groups, arrange
-from jaxkv.dispatch.backends import BACKENDS, Call, choose
-from jaxkv.dispatch.validate import Dims, check_cache, float_dtype, int32, positive_int, static_bool, window_of
+from jaxkv.checks import Dims, check_cache, float_dtype, int32, positive_int, static_bool, window_of
+from jaxkv.dispatch import BACKENDS, choose, run_on
 from jaxkv.ops.operation import Operation
+from jaxkv.ops.ragged_queries import Groups, arrange
 from jaxkv.ops.samples import HEADS, PAGED
+from jaxkv_kernels import calls
 from jaxkv_kernels.addressing.pages import Pages
 from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 
@@ -110,30 +112,10 @@ def plan_decode(
       NotImplementedError: none of the requested implementations supports the cache and the queries, or, with
         `batch_invariant`, can be batch-invariant on them.
     """
-    call = _bind(
-        cache, block_tables, seq_lens, num_heads, q_len, window, causal, cu_q_lens, total, dtype, batch_invariant
-    )  # fmt: skip
-    try:
-        backend = choose(call, implementation)
-    except NotImplementedError as error:
-        if not batch_invariant:
-            raise
-        raise NotImplementedError(f"{error}; {_instead(call)}") from None
-    options = call.options
-    sizes = (options[name] for name in ("pages", "entry", "heads", "tokens", "window", "dtype"))
-    shape = Shape.of(call.arrays["block_tables"], *sizes)
-    schedule = backend.run(call)
-    invariant = options["batch_invariant"]
-    return DecodePlan(schedule, int32(seq_lens), call.arrangement.groups, shape, backend.name, invariant)
-
-
-def _bind(
-    cache, block_tables, seq_lens, num_heads, q_len, window, causal, cu_q_lens, total, dtype, batch_invariant
-) -> ArrangedCall:  # fmt: skip
     check_cache(cache, MLAEntry, KVEntry)
     if (cu_q_lens is None) != (total is None):
         raise ValueError(f"`total` is {total!r}: expected the number of query tokens with `cu_q_lens`, otherwise None")
-    num_heads, pages = positive_int("num_heads", num_heads), cache.layout.pages
+    num_heads, pages, entry = positive_int("num_heads", num_heads), cache.layout.pages, cache.layout.entry
     known = {"Hq": (num_heads, "`num_heads`")}
     if total is not None:
         known["T"] = (positive_int("total", total), "`total`")
@@ -147,18 +129,28 @@ def _bind(
         raise ValueError(f"`q_len` is {q_len}: expected 1, because `cu_q_lens` has the numbers of query tokens")
     window = window_of(window, causal, dims["M"] * pages.block_size)
     arrangement = arrange(dims, pages.num_heads, q_len=q_len, window=window, causal=causal, cu_q_lens=cu_q_lens)
-    options = {
-        "pages": pages,
-        "entry": cache.layout.entry,
-        "heads": arrangement.kernel_heads(num_heads),
-        "tokens": arrangement.kernel_q_len,
-        "window": window,
-        "dtype": float_dtype("dtype", cache.layout.entry.input_dtype if dtype is None else dtype),
-        "batch_invariant": static_bool("batch_invariant", batch_invariant),
-    }
     tables, lengths = arrangement.requests(int32(block_tables), int32(seq_lens), pages.block_size)
-    arrays = {"buffer": cache.buffer, "block_tables": tables, "seq_lens": lengths}
-    return ArrangedCall("plan_decode", arrays, options, arrangement)
+    call = calls.PlanDecode(
+        buffer=cache.buffer,
+        pages=pages,
+        entry=entry,
+        block_tables=tables,
+        seq_lens=lengths,
+        heads=arrangement.kernel_heads(num_heads),
+        q_len=arrangement.kernel_q_len,
+        window=window,
+        dtype=float_dtype("dtype", entry.input_dtype if dtype is None else dtype),
+        batch_invariant=static_bool("batch_invariant", batch_invariant),
+    )
+    try:
+        backend = choose(call, implementation)
+    except NotImplementedError as error:
+        if not batch_invariant:
+            raise
+        raise NotImplementedError(f"{error}; {_instead(call)}") from None
+    shape = Shape.of(tables, pages, entry, call.heads, call.q_len, window, call.dtype)
+    schedule = run_on(backend, call)
+    return DecodePlan(schedule, int32(seq_lens), arrangement.groups, shape, backend.name, call.batch_invariant)
 
 
 def groups_of(plan: DecodePlan | None, total: int | None) -> Groups | None:
@@ -192,24 +184,28 @@ def check_plan(plan: DecodePlan | None, shape: Shape, seq_lens) -> None:
         )
     if plan.shape != shape:
         raise ValueError(f"`plan` was made for {plan.shape}: expected one for {shape}")
-    if checks.checking():
+    if data_checks.checking():
         same, problem = plan.seq_lens == seq_lens, "`plan` was made for {planned}: make one for the lengths of the call"
-        checks.require(same, "seq_lens", seq_lens, problem, planned=plan.seq_lens)
+        data_checks.require(same, "seq_lens", seq_lens, problem, planned=plan.seq_lens)
 
 
-def _instead(call: Call) -> str:
+def _instead(call: calls.PlanDecode) -> str:
     """Advice for the error message if no batch-invariant plan can be made."""
-    able = [f"{backend.name} ({backend.devices})" for backend in BACKENDS if not backend.unsupported_reasons(call)]
+    able = [
+        f"{backend.name} ({backend.devices})" for backend in BACKENDS if not backend.kernels().unsupported_reasons(call)
+    ]
     if able:
         only = f"only {' and '.join(able)} can be batch-invariant on this cache"
         return f"{only}: on other devices, call plan_decode without `batch_invariant`"
     return (
-        f"no implementation can be batch-invariant on this cache of {call.options['entry']} on any device: plan "
+        f"no implementation can be batch-invariant on this cache of {call.entry} on any device: plan "
         f"without it, or use a cache that one of them supports"
     )
 
 
-def run_planned(call: Call, plan: DecodePlan | None, implementation) -> Any:
+def run_planned[E: Entry](
+    call: calls.DecodeCall[E], plan: DecodePlan | None, implementation: str | Sequence[str] | None
+) -> tuple[jax.Array, jax.Array]:
     """Runs an attention call, with the schedule of `plan` if the implementation that runs the call also made the plan.
 
     The schedule in `call` must be None.  ValueError if the plan is batch-invariant and the call would run on another
@@ -219,16 +215,16 @@ def run_planned(call: Call, plan: DecodePlan | None, implementation) -> Any:
         implementation = plan.implementation
     backend = choose(call, implementation)
     if plan is not None and plan.implementation == backend.name:
-        call = replace(call, arrays={**call.arrays, "plan": plan.schedule})
+        call = replace(call, plan=plan.schedule)
     elif plan is not None and plan.batch_invariant:
         raise ValueError(
             f"`plan` is batch-invariant on {plan.implementation} only: `implementation={backend.name!r}` cannot use it"
         )
-    return backend.run(call)
+    return run_on(backend, call)
 
 
 def _sample(cache):
     return (cache, *PAGED), {"num_heads": HEADS}
 
 
-OPERATIONS = (Operation(plan_decode, _bind, _sample, entries=(MLAEntry, KVEntry)),)
+OPERATIONS = (Operation(plan_decode, _sample, entries=(MLAEntry, KVEntry)),)

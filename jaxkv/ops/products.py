@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.checked import checking, require
-from jaxkv.dispatch.validate import Dims, describe, int32, positive_number
+from jaxkv.checks import Dims, describe, int32, positive_number
+from jaxkv.data_checks import checking, require
+from jaxkv.dispatch import run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array
+from jaxkv_kernels import calls
 from jaxkv_kernels.tile_scaled import TileScaled, num_tiles
 
 
@@ -56,38 +57,6 @@ def grouped_swiglu(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    return run(_bind(x, experts, weights, gate, up, down, shared, limit, alpha, biases), implementation)
-
-
-def scaled_linear(x: jax.Array, weight: TileScaled, *, implementation=None) -> jax.Array:
-    """x times the transpose of a weight in float8: [t, i] is the sum over d of x[t, d] * weight[i, d].
-
-    Sums are accumulated in float32.
-
-    Args:
-      x: tokens [T, D].
-      weight: `TileScaled` [I, D], as checkpoints store it.
-      implementation: None (the best that supports the call), a name, or a sequence of names.
-
-    Returns:
-      [T, I], of the dtype of `x`.
-
-    Raises:
-      ValueError: a shape or dtype is wrong.
-    """
-    return run(_bind_linear(x, weight), implementation)
-
-
-def _bind_linear(x, weight) -> Call:
-    dims = Dims()
-    dims.check("x", x, "T D")
-    if not isinstance(weight, TileScaled):
-        raise ValueError(f"`weight` is {describe(weight)}: expected a TileScaled [I, D]")
-    _check_scaled(dims, "weight", weight, "I D")
-    return Call("scaled_linear", {"x": x, "weight": weight}, {})
-
-
-def _bind(x, experts, weights, gate, up, down, shared=None, limit=None, alpha=None, biases=None) -> Call:
     dims = Dims()
     dims.check("x", x, "T D")
     dims.check_ints("experts", experts, "T K")
@@ -106,10 +75,43 @@ def _bind(x, experts, weights, gate, up, down, shared=None, limit=None, alpha=No
     experts = int32(experts)
     if checking():
         require(experts < dims["E"], "experts", experts, f"there are {dims['E']} experts")
-    arrays = {"x": x, "experts": experts, "weights": weights, "gate": gate, "up": up, "down": down}
-    arrays |= {"shared": shared, "biases": biases}
-    options = {name: positive_number(name, value) for name, value in (("limit", limit), ("alpha", alpha))}
-    return Call("grouped_swiglu", arrays, options)
+    call = calls.GroupedSwiglu(
+        x=x,
+        experts=experts,
+        weights=weights,
+        gate=gate,
+        up=up,
+        down=down,
+        shared=shared,
+        biases=biases,
+        limit=positive_number("limit", limit),
+        alpha=positive_number("alpha", alpha),
+    )
+    return run(call, implementation)
+
+
+def scaled_linear(x: jax.Array, weight: TileScaled, *, implementation=None) -> jax.Array:
+    """x times the transpose of a weight in float8: [t, i] is the sum over d of x[t, d] * weight[i, d].
+
+    Sums are accumulated in float32.
+
+    Args:
+      x: tokens [T, D].
+      weight: `TileScaled` [I, D], as checkpoints store it.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
+
+    Returns:
+      [T, I], of the dtype of `x`.
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+    """
+    dims = Dims()
+    dims.check("x", x, "T D")
+    if not isinstance(weight, TileScaled):
+        raise ValueError(f"`weight` is {describe(weight)}: expected a TileScaled [I, D]")
+    _check_scaled(dims, "weight", weight, "I D")
+    return run(calls.ScaledLinear(x=x, weight=weight), implementation)
 
 
 def _check_three(dims: Dims, name: str, arrays, axes: tuple[str, str, str], dtype: str) -> None:
@@ -151,6 +153,6 @@ def _sample_linear():
 
 
 OPERATIONS = (
-    Operation(grouped_swiglu, _bind, _sample),
-    Operation(scaled_linear, _bind_linear, _sample_linear),
+    Operation(grouped_swiglu, _sample),
+    Operation(scaled_linear, _sample_linear),
 )

@@ -2,10 +2,11 @@
 
 import jax
 
-from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import Dims, positive_int, static_bool, static_scale
+from jaxkv.checks import Dims, positive_int, static_bool, static_scale
+from jaxkv.dispatch import run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array
+from jaxkv_kernels import calls
 
 SCORINGS = "softmax", "sigmoid", "sqrtsoftplus"
 
@@ -49,11 +50,6 @@ def select_experts(
     Raises:
       ValueError: a shape, dtype or static argument is wrong.
     """
-    options = (bias, scoring, groups, groups_per_token, normalize, scale)
-    return run(_bind(logits, per_token, *options), implementation)
-
-
-def _bind(logits, per_token, bias=None, scoring="softmax", groups=1, groups_per_token=1, normalize=False, scale=1.0):
     dims = Dims()
     dims.check("logits", logits, "T E", ("float32",))
     if bias is not None:
@@ -74,15 +70,17 @@ def _bind(logits, per_token, bias=None, scoring="softmax", groups=1, groups_per_
     per_token, most = positive_int("per_token", per_token, below=None), count // groups * groups_per_token
     if per_token > most:
         raise ValueError(f"`per_token` is {per_token}: expected at most {most}, the experts of the groups of a token")
-    options = {
-        "per_token": per_token,
-        "scoring": scoring,
-        "groups": groups,
-        "groups_per_token": groups_per_token,
-        "normalize": static_bool("normalize", normalize),
-        "scale": static_scale(scale),
-    }
-    return Call("select_experts", {"logits": logits, "bias": bias}, options)
+    call = calls.SelectExperts(
+        logits=logits,
+        bias=bias,
+        per_token=per_token,
+        scoring=scoring,
+        groups=groups,
+        groups_per_token=groups_per_token,
+        normalize=static_bool("normalize", normalize),
+        scale=static_scale(scale),
+    )
+    return run(call, implementation)
 
 
-OPERATIONS = (Operation(select_experts, _bind, lambda: ((array("float32", TOKENS, 64), 6), {})),)
+OPERATIONS = (Operation(select_experts, lambda: ((array("float32", TOKENS, 64), 6), {})),)

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from jaxkv.dispatch.validate import Dims, describe, int32, positive_int, running_sum
+from jaxkv.checks import Dims, describe, int32, positive_int, running_sum
 from jaxkv_kernels.addressing import slots
 
 

@@ -4,10 +4,9 @@ from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import (
+from jaxkv.checks import (
     Dims,
     check_cache,
     entry_scale,
@@ -18,8 +17,10 @@ from jaxkv.dispatch.validate import (
     softmax_scale,
     static_bool,
 )
+from jaxkv.dispatch import run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, array, sample_options, sample_queries
+from jaxkv_kernels import calls
 from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.formats.entries import MLAEntry
 
@@ -93,43 +94,34 @@ def decode_mla_sparse(
       ValueError: a shape, dtype, static layer or scale is wrong, or the two caches have entries of different sizes.
     """
     return_lse = static_bool("return_lse", return_lse)
-    call = _bind(q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, extra, sinks, logit_cap, batch_invariant)
-    out, lse = run(call, implementation)
-    return (out, lse) if return_lse else out
-
-
-def _bind(
-    q_latent, q_pe, cache, slots, layer, scale, kv_scale, counts, extra, sinks, logit_cap, batch_invariant
-) -> Call:
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
     dims.check("q_latent", q_latent, "B Q Hq R")
     dims.check("q_pe", q_pe, "B Q Hq P", (str(q_latent.dtype),))
     if sinks is not None:
         dims.check("sinks", sinks, "Hq", ("float32",))
-    first = _bind_slots(dims, ExtraCache(cache, slots, layer, counts, kv_scale))
-    arrays = {
-        "q_latent": q_latent,
-        "q_pe": q_pe,
-        "buffer": first.buffer,
-        "slots": first.slots,
-        "counts": first.counts,
-        "sinks": sinks,
-        "layer": first.layer,
-        "scale": softmax_scale(scale),
-        "kv_scale": first.kv_scale,
-        "extra": None if extra is None else _bind_extra(dims, cache, extra),
-    }
-    options = {
-        "pages": first.pages,
-        "entry": first.entry,
-        "logit_cap": logit_cap_of(logit_cap),
-        "batch_invariant": static_bool("batch_invariant", batch_invariant),
-    }
-    return Call("decode_mla_sparse", arrays, options)
+    first = _checked_slots(dims, ExtraCache(cache, slots, layer, counts, kv_scale))
+    call = calls.DecodeMLASparse(
+        q_latent=q_latent,
+        q_pe=q_pe,
+        buffer=first.buffer,
+        pages=first.pages,
+        entry=first.entry,
+        layer=first.layer,
+        slots=first.slots,
+        counts=first.counts,
+        kv_scale=first.kv_scale,
+        sinks=sinks,
+        scale=softmax_scale(scale),
+        extra=None if extra is None else _checked_extra(dims, cache, extra),
+        logit_cap=logit_cap_of(logit_cap),
+        batch_invariant=static_bool("batch_invariant", batch_invariant),
+    )
+    out, lse = run(call, implementation)
+    return (out, lse) if return_lse else out
 
 
-def _bind_extra(dims: Dims, cache: KVCache, extra) -> ExtraSlots:
+def _checked_extra(dims: Dims, cache: KVCache, extra) -> ExtraSlots:
     """The checked fields of `extra`; ValueError if its entries cannot be attended to beside those of `cache`."""
     if not isinstance(extra, ExtraCache):
         raise ValueError(f"`extra` is a {type(extra).__name__}: expected a jaxkv.ExtraCache")
@@ -140,10 +132,10 @@ def _bind_extra(dims: Dims, cache: KVCache, extra) -> ExtraSlots:
             f"`extra.cache` stores {second}, whose values have {second.value_dim} elements: expected entries of "
             f"{first.latent} + {first.rope} values, of which {first.value_dim} are summed, as in `cache` ({first})"
         )
-    return _bind_slots(dims, extra, "extra.", "K'")
+    return _checked_slots(dims, extra, "extra.", "K'")
 
 
-def _bind_slots(dims: Dims, given: ExtraCache, prefix: str = "", count: str = "K") -> ExtraSlots:
+def _checked_slots(dims: Dims, given: ExtraCache, prefix: str = "", count: str = "K") -> ExtraSlots:
     """The checked fields of one of the two caches.
 
     `prefix` precedes the names of arguments in messages, and `count` is the letter of the axis of slots.
@@ -154,16 +146,16 @@ def _bind_slots(dims: Dims, given: ExtraCache, prefix: str = "", count: str = "K
         dims.check_ints(f"{prefix}counts", counts, "B Q")
     slots, counts = int32(slots), int32(counts)
     layer, pages = layer_index(given.layer, cache, name=f"{prefix}layer"), cache.layout.pages
-    if checks.checking():
-        checks.check_layer(layer, pages, name=f"{prefix}layer")
+    if data_checks.checking():
+        data_checks.check_layer(layer, pages, name=f"{prefix}layer")
         used = slots >= 0
         if counts is not None:
             inside = (counts >= 0) & (counts <= slots.shape[-1])
             problem = f"there are {slots.shape[-1]} slots per query token"
-            checks.require(inside, f"{prefix}counts", counts, problem)
+            data_checks.require(inside, f"{prefix}counts", counts, problem)
             used &= jnp.arange(slots.shape[-1])[None, None] < counts[..., None]
-        checks.check_slots(f"{prefix}slots", jnp.where(used, slots, -1), pages)
-        checks.check_live_entries(cache, slots, used, layer, name=f"{prefix}cache")
+        data_checks.check_slots(f"{prefix}slots", jnp.where(used, slots, -1), pages)
+        data_checks.check_live_entries(cache, slots, used, layer, name=f"{prefix}cache")
     kv_scale = entry_scale(f"{prefix}kv_scale", given.kv_scale, cache)
     return ExtraSlots(cache.buffer, slots, counts, layer, kv_scale, pages, _entry(cache))
 
@@ -184,6 +176,4 @@ def _sample_of_two(cache):
     return args, {**options, "extra": ExtraCache(cache, array("int32", BATCH, 1, 48), 0, **scale)}
 
 
-OPERATIONS = (
-    Operation(decode_mla_sparse, _bind, _sample, entries=(MLAEntry,), variants={"with `extra`": _sample_of_two}),
-)
+OPERATIONS = (Operation(decode_mla_sparse, _sample, entries=(MLAEntry,), variants={"with `extra`": _sample_of_two}),)

@@ -7,11 +7,12 @@ from typing import Any
 import jax
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import Dims, check_cache
+from jaxkv.checks import Dims, check_cache
+from jaxkv.dispatch import run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, array
-from jaxkv.ops.writes import bind_slots
+from jaxkv.ops.writes import checked_slots, entries_of
+from jaxkv_kernels import calls
 from jaxkv_kernels.formats.states import StateEntry
 
 
@@ -33,10 +34,6 @@ def write_state(cache: KVCache, states: Mapping[str, Any], slots, *, layer, impl
     Raises:
       ValueError: a name, shape, dtype or static layer is wrong.
     """
-    return KVCache(run(_bind_write(cache, states, slots, layer), implementation), cache.layout)
-
-
-def _bind_write(cache, states, slots, layer) -> Call:
     check_cache(cache, StateEntry)
     shapes = cache.layout.entry.shapes
     if not isinstance(states, Mapping) or set(states) != set(shapes):
@@ -49,8 +46,10 @@ def _bind_write(cache, states, slots, layer) -> Call:
     dims = Dims(**{axis: (n, "that of the entry") for axis, n in lengths})
     for name in shapes:
         dims.check(f"states[{name!r}]", states[name], " ".join(["T", *axes[name]]))
-    arrays = {"states": {name: states[name] for name in shapes}}
-    return bind_slots("write_state", cache, dims, arrays, "slots", slots, layer)
+    slots, layer = checked_slots("slots", slots, layer, cache, dims)
+    ordered = {name: states[name] for name in shapes}
+    call = calls.WriteState(**entries_of(cache), states=ordered, slots=slots, layer=layer)
+    return KVCache(run(call, implementation), cache.layout)
 
 
 def read_state(cache: KVCache, slots, *, layer, implementation=None) -> dict[str, jax.Array]:
@@ -69,12 +68,9 @@ def read_state(cache: KVCache, slots, *, layer, implementation=None) -> dict[str
     Raises:
       ValueError: a shape, dtype or static layer is wrong.
     """
-    return run(_bind_read(cache, slots, layer), implementation)
-
-
-def _bind_read(cache, slots, layer) -> Call:
     check_cache(cache, StateEntry)
-    return bind_slots("read_state", cache, Dims(), {}, "slots", slots, layer, written=False)
+    slots, layer = checked_slots("slots", slots, layer, cache, Dims(), written=False)
+    return run(calls.ReadState(**entries_of(cache), slots=slots, layer=layer), implementation)
 
 
 _SLOTS = array("int32", BATCH)
@@ -86,6 +82,6 @@ def _sample_write(cache):
 
 
 OPERATIONS = (
-    Operation(write_state, _bind_write, _sample_write, entries=(StateEntry,)),
-    Operation(read_state, _bind_read, lambda cache: ((cache, _SLOTS), {"layer": 0}), entries=(StateEntry,)),
+    Operation(write_state, _sample_write, entries=(StateEntry,)),
+    Operation(read_state, lambda cache: ((cache, _SLOTS), {"layer": 0}), entries=(StateEntry,)),
 )

@@ -1,11 +1,17 @@
 """Storing the entries of new tokens."""
 
+from typing import Any
+
+import jax
+from jax.typing import ArrayLike
+
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.backends import Call, run
-from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, int32, layer_index, mla_dims, static_bool
+from jaxkv.checks import Dims, check_cache, entry_scale, int32, layer_index, mla_dims, static_bool
+from jaxkv.dispatch import run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array, sample_new, sample_options
+from jaxkv_kernels import calls
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 
 
@@ -44,11 +50,6 @@ def write_mla(
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
-    call = _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, interleaved)
-    return KVCache(run(call, implementation), cache.layout)
-
-
-def _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, interleaved) -> Call:
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
     dims.check("kv_c", kv_c, "T R")
@@ -60,9 +61,13 @@ def _bind_mla(cache, kv_c, k_pe, slot_mapping, layer, kv_scale, cos_sin, interle
             raise ValueError(f"`cos_sin` has {dims['P']} values per token: expected a rotary part of pairs of values")
     elif interleaved:
         raise ValueError("`interleaved` is set: expected `cos_sin` too, because keys are not rotated without it")
-    arrays = {"kv_c": kv_c, "k_pe": k_pe, "kv_scale": entry_scale("kv_scale", kv_scale, cache), "cos_sin": cos_sin}
-    options = {"interleaved": interleaved}
-    return bind_slots("write_mla", cache, dims, arrays, "slot_mapping", slot_mapping, layer, **options)
+    kv_scale = entry_scale("kv_scale", kv_scale, cache)
+    slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
+    call = calls.WriteMLA(
+        **entries_of(cache), kv_c=kv_c, k_pe=k_pe, slot_mapping=slots, layer=layer, kv_scale=kv_scale, cos_sin=cos_sin,
+        interleaved=interleaved,
+    )  # fmt: skip
+    return KVCache(run(call, implementation), cache.layout)
 
 
 def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale=None, implementation=None) -> KVCache:
@@ -84,11 +89,6 @@ def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
     """
-    call = _bind_kv(cache, k, v, slot_mapping, layer, k_scale, v_scale)
-    return KVCache(run(call, implementation), cache.layout)
-
-
-def _bind_kv(cache, k, v, slot_mapping, layer, k_scale, v_scale) -> Call:
     check_cache(cache, KVEntry)
     entry = cache.layout.entry
     dims = Dims(
@@ -98,13 +98,13 @@ def _bind_kv(cache, k, v, slot_mapping, layer, k_scale, v_scale) -> Call:
     )
     dims.check("k", k, "T H D")
     dims.check("v", v, "T H Dv")
-    arrays = {
-        "k": k,
-        "v": v,
-        "k_scale": entry_scale("k_scale", k_scale, cache, heads=True),
-        "v_scale": entry_scale("v_scale", v_scale, cache, heads=True),
-    }
-    return bind_slots("write_kv", cache, dims, arrays, "slot_mapping", slot_mapping, layer)
+    k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
+    v_scale = entry_scale("v_scale", v_scale, cache, heads=True)
+    slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
+    call = calls.WriteKV(
+        **entries_of(cache), k=k, v=v, slot_mapping=slots, layer=layer, k_scale=k_scale, v_scale=v_scale
+    )
+    return KVCache(run(call, implementation), cache.layout)
 
 
 def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=None) -> KVCache:
@@ -125,33 +125,35 @@ def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=No
     Raises:
       ValueError: a shape, dtype or static layer is wrong.
     """
-    call = _bind_indexer_k(cache, k, slot_mapping, layer)
-    return KVCache(run(call, implementation), cache.layout)
-
-
-def _bind_indexer_k(cache, k, slot_mapping, layer) -> Call:
     check_cache(cache, IndexerEntry)
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
     dims.check("k", k, "T D")
-    return bind_slots("write_indexer_k", cache, dims, {"k": k}, "slot_mapping", slot_mapping, layer)
+    slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
+    call = calls.WriteIndexerK(**entries_of(cache), k=k, slot_mapping=slots, layer=layer)
+    return KVCache(run(call, implementation), cache.layout)
 
 
-def bind_slots(operation, cache, dims, arrays, name, slots, layer, *, written: bool = True, **options) -> Call:
-    """Checks the slots and the layer of an operation on the entries of T slots, and returns the call.
+def checked_slots(
+    name: str, slots: ArrayLike, layer: int | ArrayLike, cache: KVCache, dims: Dims, *, written: bool = True
+) -> tuple[jax.Array, jax.Array]:
+    """The slots [T] and the layer of a call, as kernels expect them; ValueError if their shapes or dtypes are wrong.
 
-    `arrays` are new values and their scales, `name` is that of the argument `slots`, and `options` are those of a
-    single operation.  Slots that are `written` may occur only once.
+    `name`: what messages call `slots`.  Slots that are `written` may occur only once.
     """
     dims.check_ints(name, slots, "T")
     slots, layer = int32(slots), layer_index(layer, cache)
     pages = cache.layout.pages
-    if checks.checking():
-        checks.check_layer(layer, pages)
-        checks.check_slots(name, slots, pages)
+    if data_checks.checking():
+        data_checks.check_layer(layer, pages)
+        data_checks.check_slots(name, slots, pages)
         if written:
-            checks.check_written_once(name, slots, "slot")
-    arrays = {"buffer": cache.buffer, **arrays, name: slots, "layer": layer}
-    return Call(operation, arrays, {"pages": pages, "entry": cache.layout.entry, **options})
+            data_checks.check_written_once(name, slots, "slot")
+    return slots, layer
+
+
+def entries_of(cache: KVCache) -> dict[str, Any]:
+    """The fields of a `CacheCall` that describe the cache."""
+    return {"buffer": cache.buffer, "pages": cache.layout.pages, "entry": cache.layout.entry}
 
 
 def _sample(*scales):
@@ -159,7 +161,7 @@ def _sample(*scales):
 
 
 OPERATIONS = (
-    Operation(write_mla, _bind_mla, _sample("kv_scale"), entries=(MLAEntry,)),
-    Operation(write_kv, _bind_kv, _sample("k_scale", "v_scale"), entries=(KVEntry,)),
-    Operation(write_indexer_k, _bind_indexer_k, _sample(), entries=(IndexerEntry,)),
+    Operation(write_mla, _sample("kv_scale"), entries=(MLAEntry,)),
+    Operation(write_kv, _sample("k_scale", "v_scale"), entries=(KVEntry,)),
+    Operation(write_indexer_k, _sample(), entries=(IndexerEntry,)),
 )

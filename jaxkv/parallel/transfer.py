@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import block_ids, describe
+from jaxkv.checks import block_ids, describe
 from jaxkv.ops import blocks
 from jaxkv.ops.blocks import pairs_of_groups
 

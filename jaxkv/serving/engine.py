@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkv.dispatch.validate import positive_int
+from jaxkv.checks import positive_int
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling

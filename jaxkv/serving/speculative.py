@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import positive_int
+from jaxkv.checks import positive_int
 from jaxkv.models.decoder import final_norm, forward, output
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel

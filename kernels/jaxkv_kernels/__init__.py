@@ -2,7 +2,7 @@
 
 - `jaxkv_kernels.formats`: what one token stores, and how it is encoded and decoded.
 - `jaxkv_kernels.addressing`: where an entry lies in the flat buffer, and index arithmetic on block tables.
-- `jaxkv_kernels.kernel`: what an implementation registers for each operation.
-- `jaxkv_kernels.xla`, `jaxkv_kernels.triton`, `jaxkv_kernels.mosaic_gpu`: the implementations, each with a table
-  `KERNELS` of its kernels by operation.
+- `jaxkv_kernels.calls`: the record of a call of each operation, and `Kernels`, the interface of an implementation.
+- `jaxkv_kernels.xla`, `jaxkv_kernels.triton`, `jaxkv_kernels.mosaic_gpu`: the implementations.  The class in the module
+  `kernels` of each has a method per operation, and what it supports.
 """

@@ -2,7 +2,8 @@
 
 import re
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -10,12 +11,13 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import dispatch
 from jaxkv.cli import main
-from jaxkv.dispatch import backends
 from jaxkv.fuzz import check, families, fuzz, layouts
-from jaxkv_kernels import mosaic_gpu, triton, xla
+from jaxkv_kernels.calls import Kernels, supports
 from jaxkv_kernels.formats import FORMATS
-from jaxkv_kernels.kernel import Kernel
+from jaxkv_kernels.xla.kernels import XLA
+from support import kernels
 from support.available import assume_available
 from support.cases import slow
 from support.compare import assert_close
@@ -30,15 +32,18 @@ def few(monkeypatch):
 
 @pytest.fixture
 def broken(monkeypatch):
-    """f(operation=fault): adds an implementation whose only kernels are `fault(xla's kernel)`."""
+    """f(operation=fault): adds an implementation whose only kernels are `fault(xla's kernel)`, of a call's fields."""
 
     def add(**faults):
-        kernels = {
-            operation: Kernel(fault(xla.KERNELS[operation].run), {}, lambda *call: [], lambda: [])
-            for operation, fault in faults.items()
-        }
-        broken = backends.Backend("broken", "none", kernels)
-        monkeypatch.setattr(backends, "BACKENDS", (*backends.BACKENDS, broken))
+        def method(operation, fault):
+            run = fault(partial(kernels.run, XLA(), operation))
+            return supports()(
+                lambda self, call: run(**{field.name: getattr(call, field.name) for field in fields(call)})
+            )
+
+        methods = {operation: method(operation, fault) for operation, fault in faults.items()}
+        broken = dispatch.Backend("broken", "none", type("Broken", (Kernels,), methods), list)
+        monkeypatch.setattr(dispatch, "BACKENDS", (*dispatch.BACKENDS, broken))
 
     return add
 
@@ -52,22 +57,22 @@ def test_xla_is_right(operation, capsys):
     assert re.match(r"5 calls of xla on .*: 0 wrong", last)
 
 
-@pytest.mark.parametrize("implementation", [mosaic_gpu, triton], ids=["mosaic_gpu", "triton"])
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_planned_attention_is_supported_where_the_plan_is(implementation, monkeypatch):
     assume_available(monkeypatch, implementation)
-    name, dtypes = implementation.__name__.rpartition(".")[2], set()
+    dtypes = set()
     for number in range(8):
         seed = families.OPERATIONS.index("plan_decode") + number * len(families.OPERATIONS)
-        case = families.draw_case(seed, name)
+        case = families.draw_case(seed, implementation)
         assert isinstance(case, families.Plan), f"seed {seed}: {case}"
         draw = case.draw(np.random.default_rng(0))
         values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
         cache = jaxkv.KVCache(jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype), case.layout)
         args, keywords = case.attention.arguments(cache, values, draw, draw.layer)
-        assert not jaxkv.explain(case.attention.function, *args, **keywords).reasons[name], f"seed {seed}: {case}"
+        assert not jaxkv.explain(case.attention.function, *args, **keywords).reasons[implementation], f"seed {seed}: {case}"
         dtypes.add((case.layout.entry.input_dtype, case.dtype))
     # Triton also supports queries of another dtype than the entries', and some cases have them.
-    assert any(own != dtype for own, dtype in dtypes) == (implementation is triton)
+    assert any(own != dtype for own, dtype in dtypes) == (implementation == "triton")
 
 
 def packed_pages(kernel):
@@ -125,7 +130,7 @@ def copies_one_by_one(kernel):
 
     def run(buffer, src, dst, pages):
         for pair in range(src.size):
-            buffer = kernel(buffer, src[pair : pair + 1], dst[pair : pair + 1], pages=pages)
+            buffer = kernel(buffer=buffer, src=src[pair : pair + 1], dst=dst[pair : pair + 1], pages=pages)
         return buffer
 
     return run
@@ -133,7 +138,9 @@ def copies_one_by_one(kernel):
 
 def selects_later_positions(kernel):
     """Takes the last of equal logits."""
-    return lambda logits, k: jnp.where((found := kernel(logits[..., ::-1], k=k)) < 0, -1, logits.shape[-1] - 1 - found)
+    return lambda logits, k: jnp.where(
+        (found := kernel(logits=logits[..., ::-1], k=k)) < 0, -1, logits.shape[-1] - 1 - found
+    )
 
 
 def counts_empty_parts(kernel):
@@ -362,7 +369,7 @@ def test_weights_of_experts_sum_to_1():
 
 
 def test_sparse_attention_is_batch_invariant_where_it_is_supported(monkeypatch):
-    assume_available(monkeypatch, mosaic_gpu)
+    assume_available(monkeypatch, "mosaic_gpu")
     seeds = range(
         families.OPERATIONS.index("decode_mla_sparse"), 20 * len(families.OPERATIONS), len(families.OPERATIONS)
     )

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.dispatch.backends import BACKENDS
+from jaxkv.dispatch import BACKENDS
 from jaxkv.support import sample_calls
+from jaxkv_kernels.calls import Kernels
 from jaxkv_kernels.formats import FORMATS, Format
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
@@ -79,11 +80,16 @@ def registered(monkeypatch, toy):
     monkeypatch.setitem(FORMATS, toy.name, toy)
 
 
+def kernels_of(backend):
+    """The names of the operations that an implementation has kernels for."""
+    return {name for name in vars(Kernels) if backend.kernels().support(name)}
+
+
 def calls():
     """(operation, call) of the samples whose entries are of the formats that are registered: all but states."""
     for operation, (_, args, kwargs) in sample_calls():
         call = operation.call(*args, **kwargs)
-        if not isinstance(call.options.get("entry"), StateEntry):
+        if not isinstance(getattr(call, "entry", None), StateEntry):
             yield operation.name, call
 
 
@@ -94,18 +100,18 @@ def test_a_format_that_is_not_listed_is_rejected(candidate, toy):
     seen = set()
     for operation, call in calls():
         seen.add(operation)
-        reasons = candidate.unsupported_reasons(call)
+        reasons = candidate.kernels().unsupported_reasons(call)
         if operation in WITHOUT_ENTRIES:
             assert not any("format" in reason for reason in reasons)
         elif candidate.name == "xla":  # the format itself encodes and decodes
             assert reasons == []
-        elif operation in candidate.kernels:
+        elif candidate.kernels().support(operation):
             shown = [reason.split(": supports")[0] for reason in reasons]
             assert shown == [f"entries of format {toy.name!r}"], operation
     unseen = {"fetch_rows", "store_rows"}  # called by `jaxkv.offload`, without samples
     unseen |= {"write_indexer_k", "gather_indexer_k", "indexer_logits"} if toy.scaled else set()
     unseen |= {"write_state", "read_state"}
-    assert {*candidate.kernels} - unseen <= seen
+    assert kernels_of(candidate) - unseen <= seen
 
 
 @each_kind
@@ -113,9 +119,8 @@ def test_a_format_that_is_not_listed_is_rejected(candidate, toy):
 def test_a_kind_of_entry_that_is_not_listed_is_rejected(candidate, kind):
     other, rejected = type("Other", (kind,), {}), set()
     for operation, call in calls():
-        if type(call.options.get("entry")) is kind and operation in {*candidate.kernels} - WITHOUT_ENTRIES:
-            options = {**call.options, "entry": other(call.options["entry"].format)}
-            reasons = candidate.unsupported_reasons(replace(call, options=options))
+        if type(getattr(call, "entry", None)) is kind and operation in kernels_of(candidate) - WITHOUT_ENTRIES:
+            reasons = candidate.kernels().unsupported_reasons(replace(call, entry=other(call.entry.format)))
             shown = [reason.split(": supports")[0] for reason in reasons]
             assert shown == ["entries of kind Other"], operation
             rejected.add(operation)

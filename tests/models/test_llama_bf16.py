@@ -21,7 +21,6 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 import jaxkv.models
-from jaxkv_kernels import mosaic_gpu
 from support.available import assume_available
 from support.cases import slow
 from support.hopper import kernel_operands, on_hopper
@@ -143,7 +142,7 @@ def test_on_two_devices(division, implementation):
 @pytest.mark.parametrize("columns", [1, slow(16)])
 def test_a_step_lowers_to_the_mosaic_gpu_kernels(columns, monkeypatch):
     """With nothing left to XLA: neither the write nor the attention."""
-    assume_available(monkeypatch, mosaic_gpu)
+    assume_available(monkeypatch, "mosaic_gpu")
     model = load("bfloat16", "mosaic_gpu")
     new, requests, tables = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, columns), (2,), (2, 5)))
     cache = jax.eval_shape(lambda: model.cache(10, BLOCK_SIZE))

@@ -13,12 +13,12 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 import jaxkv_kernels
-from jaxkv.dispatch import backends
+from jaxkv import dispatch
 from jaxkv.ops import OPERATIONS
-from jaxkv_kernels import xla
 from support import calls
 from support.cases import slow
 from support.many_devices import mesh_of, on_several_devices
+from support.opaque import Opaque
 
 every_call = pytest.mark.parametrize("name", calls.ARGUMENTS)
 usual_calls = pytest.mark.parametrize("name", [slow(name) if "," in name else name for name in calls.ARGUMENTS])
@@ -158,12 +158,12 @@ def test_numbers_of_0(name):
 
 def test_kernels_that_jax_cannot_batch_run_one_after_the_other():
     """As on GPUs, whose kernels run in place of those of `xla` here: a batch of calls is a loop over single ones."""
-    other = backends.Backend("other", "here", xla.KERNELS)
+    other = dispatch.Backend("other", "here", Opaque, list)
     one, two = (calls.called("write_mla", seed) for seed in (0, 1))
     write = next(operation for operation in OPERATIONS if operation.function is jaxkv.write_mla)
 
     def call(arrays, buffers):
-        return calls.Called(lambda **given: other.run(write.call(**given)), one.arguments)(arrays, buffers)
+        return calls.Called(lambda **given: dispatch.run_on(other, write.call(**given)), one.arguments)(arrays, buffers)
 
     arrays = [np.stack(x) for x in zip(one.arrays, two.arrays, strict=True)]
     batched = jax.jit(jax.vmap(call, in_axes=(0, None)))

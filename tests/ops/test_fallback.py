@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv.dispatch import backends
+from jaxkv import dispatch
 from jaxkv.ops import OPERATIONS
-from jaxkv_kernels import mosaic_gpu
 from support.available import assume_available
 
 
@@ -19,14 +18,14 @@ def chosen(entry, implementation=None, **padding):
     cache = jaxkv.KVCache(shape((layout.size,), layout.dtype), layout)
     declared = next(operation for operation in OPERATIONS if operation.function is jaxkv.decode_mla)
     call = declared.call(*q, cache, shape((1, 4), jnp.int32), shape((1,), jnp.int32), layer=0, scale=1.0)
-    return backends.choose(call, implementation).name
+    return dispatch.choose(call, implementation).name
 
 
 @pytest.fixture
 def _on_hopper(monkeypatch):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assume_available(monkeypatch, mosaic_gpu)
-    backends._warn_once.cache_clear()
+    assume_available(monkeypatch, "mosaic_gpu")
+    dispatch._warn_once.cache_clear()
 
 
 @pytest.mark.usefixtures("_on_hopper")
@@ -49,6 +48,6 @@ def test_a_choice_of_the_caller_is_not_logged(caplog):
 
 
 def test_other_devices_are_not_logged(caplog):
-    backends._warn_once.cache_clear()
+    dispatch._warn_once.cache_clear()
     assert chosen(jaxkv.MLAEntry("f32")) != "mosaic_gpu"
     assert not caplog.messages

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.dispatch import backends
+from jaxkv import dispatch
 from jaxkv.ops import OPERATIONS
-from jaxkv_kernels import xla
 from support import calls, scenes
 from support.cases import slow
+from support.opaque import Opaque
 
 BOTH, FORWARD, REFUSED, NO_FLOATS = "both modes", "forward mode only", "an error", "no float arguments or results"
 
@@ -228,13 +228,13 @@ def test_gradients_of_a_weight_in_float8_are_those_of_its_scales():
 @pytest.mark.parametrize("derive", [forward, reverse])
 def test_kernels_that_jax_cannot_differentiate_refuse(derive):
     """As on GPUs, whose kernels run in place of those of `xla` here."""
-    other = backends.Backend("other", "here", xla.KERNELS)
+    other = dispatch.Backend("other", "here", Opaque, list)
     merge = next(operation for operation in OPERATIONS if operation.function is jaxkv.merge_states)
 
     def total(outs, lses):
-        return other.run(merge.call(outs, lses))[0].sum()
+        return dispatch.run_on(other, merge.call(outs, lses))[0].sum()
 
     values = [jnp.ones((2, 3, 4)), jnp.ones((2, 3))]
     assert np.isfinite(jax.jit(total)(*values))
     assert_refused(derive, total, values, "merge_states has no gradients on other: use `implementation='xla'`")
-    assert [backend.name for backend in backends.BACKENDS if backend.transformable] == ["xla"]
+    assert [backend.name for backend in dispatch.BACKENDS if backend.kernels().transformable] == ["xla"]

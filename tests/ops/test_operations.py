@@ -3,16 +3,20 @@
 import inspect
 
 import jax
+import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import dispatch
 from jaxkv.bench.suites import WORKLOADS
 from jaxkv.bench.workloads import FAMILIES
 from jaxkv.fuzz.families import FAMILIES as FUZZED
 from jaxkv.ops import OPERATIONS
 from jaxkv.ops.samples import sample_cache
-from jaxkv_kernels import mosaic_gpu, triton, xla
+from jaxkv_kernels.calls import MergeStates
 from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.xla.kernels import XLA
 
 KINDS = (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry)
 
@@ -43,18 +47,18 @@ def test_samples_bind(operation):
     for sample in samples:
         call = operation.call(*sample.args, **sample.kwargs, implementation="ignored")
         assert call.operation == operation.name
-        for array in jax.tree.leaves(dict(call.arrays)):
+        for array in jax.tree.leaves(call):
             assert hasattr(array, "dtype")
-        xla.KERNELS[operation.name]
-        jax.eval_shape(lambda arrays, call=call: xla.KERNELS[call.operation].run(**arrays, **call.options), call.arrays)
+        jax.eval_shape(lambda call: call.run_on(XLA()), call)
 
 
-@every_operation
-def test_bind_has_parameters_of_the_function(operation):
-    names = {*inspect.signature(operation.function).parameters} - {"implementation"}
-    bound = {*inspect.signature(operation.bind).parameters}
-    assert bound <= names
-    assert names - bound <= {"return_lse"}
+def test_a_call_is_captured_without_running(monkeypatch):
+    operation = next(operation for operation in OPERATIONS if operation.function is jaxkv.merge_states)
+    monkeypatch.setattr(XLA, "merge_states", None)
+    call = operation.call(np.ones((2, 3, 4), np.float32), np.zeros((2, 3), np.float32))
+    assert isinstance(call, MergeStates)
+    with pytest.raises(TypeError, match="chooses no implementation"):
+        dispatch.captured(jaxkv.slots_for, np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), block_size=4)
 
 
 @every_operation
@@ -68,12 +72,19 @@ def test_caches_of_other_entries_are_rejected(operation):
     assert all(issubclass(kind, Entry) for kind in operation.entries)
 
 
-@pytest.mark.parametrize("implementation", [mosaic_gpu, triton, xla], ids=lambda package: package.__name__)
-def test_kernels_are_of_declared_operations(implementation):
+HOT_ROWS = {"fetch_rows", "store_rows"}
+"""Methods of `Kernels` for `jaxkv.offload.HotRows`."""
+
+
+@pytest.mark.parametrize("backend", dispatch.BACKENDS, ids=lambda backend: backend.name)
+def test_kernels_are_of_declared_operations(backend):
     declared = {operation.name for operation in OPERATIONS}
-    assert set(implementation.KERNELS) <= declared
-    if implementation is xla:
-        assert set(implementation.KERNELS) == declared
+    kernels = backend.kernels()
+    methods = {name for name in vars(type(kernels)) if not name.startswith("_") and name != "transformable"}
+    assert methods <= declared | HOT_ROWS
+    assert all(kernels.support(name) for name in methods)
+    if backend.name == "xla":
+        assert methods == declared | HOT_ROWS
 
 
 def test_every_operation_is_fuzzed():
@@ -100,7 +111,7 @@ def test_explain_checks_the_signature():
 
 
 def test_availability_belongs_to_a_kernel(monkeypatch):
-    monkeypatch.delitem(mosaic_gpu.KERNELS, "write_indexer_k")
+    monkeypatch.delattr(MosaicGPU, "write_indexer_k")
     sample = next(next(operation for operation in OPERATIONS if operation.name == "write_indexer_k").samples())
     found = jaxkv.explain(jaxkv.write_indexer_k, *sample.args, **sample.kwargs)
     assert found.reasons["mosaic_gpu"] == ("has no kernel for write_indexer_k",)

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv import parallel
 from jaxkv.parallel import context
-from jaxkv_kernels import mosaic_gpu
 from parallel.batches import (
     BLOCK,
     ENTRIES,
@@ -341,7 +340,7 @@ def test_the_readme_runs():
 @pytest.mark.usefixtures("quick_lowering")
 def test_the_hopper_kernels_lower(monkeypatch):
     """Under `shard_map`, whose checks of what varies over the mesh they do not pass."""
-    assume_available(monkeypatch, mosaic_gpu)
+    assume_available(monkeypatch, "mosaic_gpu")
     entry, mesh = jaxkv.MLAEntry("bf16", latent=512, rope=64), mesh_of(4)
     shards = jaxkv.TokenShards(4, 64)
     layout = jaxkv.CacheLayout(num_layers=2, num_blocks=16, block_size=64, entry=entry, shards=shards)

@@ -7,9 +7,9 @@ from unittest import mock
 
 import pytest
 
-from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
 
-on_hopper = pytest.mark.gpu(missing=tuple(mosaic_gpu.KERNELS["decode_mla"].unavailable_reasons()))
+on_hopper = pytest.mark.gpu(missing=tuple(unavailable_reasons(WGMMA)))
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.models.batch import Batch, Part
 from jaxkv.models.compressed_cache import MAIN
@@ -25,6 +24,7 @@ from jaxkv.models.layers.feed_forward import feed_forward
 from jaxkv.models.layers.linear import linear, normalised, product, rms_norm
 from jaxkv.models.model import Model
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_topk
+from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.ops.slots import slots_for
 from jaxkv.ops.sparse import ExtraCache
 from jaxkv.ops.writes import write_indexer_k, write_mla

@@ -7,12 +7,16 @@ from jaxkv.models.layers.linear import linear
 from jaxkv.models.layers.routing import route
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.ops.products import grouped_swiglu
-from jaxkv_kernels.kernel import imported_when_called
 from jaxkv_kernels.mosaic_gpu.experts import unsupported
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.xla.experts.swiglu import gated
 
-swiglu_of_one = imported_when_called("jaxkv_kernels.mosaic_gpu.one_token.experts", "swiglu_of_one")
+
+def swiglu_of_one(*args, **kwargs):
+    """`swiglu_of_one` of `jaxkv_kernels.mosaic_gpu.one_token.experts`, which imports Pallas."""
+    from jaxkv_kernels.mosaic_gpu.one_token.experts import swiglu_of_one
+
+    return swiglu_of_one(*args, **kwargs)
 
 
 def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=None) -> jax.Array:

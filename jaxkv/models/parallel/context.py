@@ -6,7 +6,7 @@ from typing import override
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv.dispatch.validate import positive_int
+from jaxkv.checks import positive_int
 from jaxkv.layout.layout import TokenShards
 from jaxkv.models.parallel.on_mesh import OnMesh
 from jaxkv.parallel import context

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxkv.dispatch.validate import FLOATS, float_dtype
+from jaxkv.checks import FLOATS, float_dtype
 from jaxkv.models.config import CompressedAttention, ModelConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.model import Model

@@ -6,9 +6,9 @@ from typing import Any, override
 import jax
 import jax.numpy as jnp
 
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.validate import (
+from jaxkv.checks import (
     Dims,
     check_cache,
     entry_scale,
@@ -111,7 +111,7 @@ def prefill_kv(
         context = _Entries(cache, block_tables, seq_lens, scale, most_bytes, options)
         if window is not None and window >= context.capacity:
             window = None
-        if checks.checking():
+        if data_checks.checking():
             seen = 0 if window is None else seq_lens - q.shape[1] - window + 1
             check_entries(cache, block_tables, jnp.maximum(seen, jnp.zeros_like(seq_lens)), seq_lens, layer)
         out, lse = aligned(context, q, window)

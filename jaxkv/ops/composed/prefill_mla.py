@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.validate import (
+from jaxkv.checks import (
     check_cache,
     entry_scale,
     int32,
@@ -27,11 +27,15 @@ from jaxkv.ops.gathers import gather_mla
 from jaxkv.ops.plan import DecodePlan
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.kernel import imported_when_called
 from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.xla import expanded
 
-attend_expanded = imported_when_called("jaxkv_kernels.mosaic_gpu.attention.expanded", "attend_expanded")
+
+def attend_expanded(*args, **kwargs):
+    """`attend_expanded` of `jaxkv_kernels.mosaic_gpu.attention.expanded`, which imports Pallas."""
+    from jaxkv_kernels.mosaic_gpu.attention.expanded import attend_expanded
+
+    return attend_expanded(*args, **kwargs)
 
 
 def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
@@ -175,7 +179,7 @@ def prefill_mla(
     _check_decodes(num_decodes, plan, cu_q_lens, dims)
     # As for kernels: the user's program may have stricter rules than JAX's default ones.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        if checks.checking():
+        if data_checks.checking():
             seen = seq_lens if cu_q_lens is None else jnp.where(jnp.diff(int32(cu_q_lens)) > 0, seq_lens, 0)
             check_entries(cache, block_tables, jnp.zeros_like(seen), seen, layer)
             if cu_q_lens is not None:
@@ -312,8 +316,8 @@ def _check_rows(cu_q_lens, rows: int, decodes: int) -> None:
     """Checks that requests have rows of the queries, and those that are decoding one each."""
     steps = jnp.diff(cu_q_lens, prepend=cu_q_lens[:1])
     number = jnp.arange(len(cu_q_lens), dtype=jnp.int32)
-    checks.require(cu_q_lens[:1] == 0, "cu_q_lens", cu_q_lens[:1], "a running sum starts at 0")
-    checks.require(steps >= 0, "cu_q_lens", cu_q_lens, "a running sum never falls")
-    checks.require(cu_q_lens <= rows, "cu_q_lens", cu_q_lens, f"there are {rows} query tokens")
+    data_checks.require(cu_q_lens[:1] == 0, "cu_q_lens", cu_q_lens[:1], "a running sum starts at 0")
+    data_checks.require(steps >= 0, "cu_q_lens", cu_q_lens, "a running sum never falls")
+    data_checks.require(cu_q_lens <= rows, "cu_q_lens", cu_q_lens, f"there are {rows} query tokens")
     alone = (number > decodes) | (cu_q_lens == number)
-    checks.require(alone, "cu_q_lens", cu_q_lens, f"each of the first {decodes} requests has one row")
+    data_checks.require(alone, "cu_q_lens", cu_q_lens, f"each of the first {decodes} requests has one row")

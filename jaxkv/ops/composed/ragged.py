@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import Dims, check_cache, entry_scale, int32, positive_scale, running_sum
+from jaxkv.checks import Dims, check_cache, entry_scale, int32, positive_scale, running_sum
 from jaxkv.ops.attention import converted, decode_kv, decode_mla, query_axes
 from jaxkv.ops.writes import write_kv, write_mla
 from jaxkv_kernels.addressing.slots import lengths_in_table, ragged_slots

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.validate import FLOATS, Dims, positive_int
+from jaxkv.checks import FLOATS, Dims, positive_int
 from jaxkv.ops import attention as decode
 from jaxkv.ops import plan
 from jaxkv.parallel.context.merge import merge_states

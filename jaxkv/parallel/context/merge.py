@@ -3,7 +3,7 @@
 import jax
 from jax import lax
 
-from jaxkv.dispatch.validate import FLOATS, Dims
+from jaxkv.checks import FLOATS, Dims
 from jaxkv.ops import merge
 from jaxkv.parallel.context.share import axis_size
 

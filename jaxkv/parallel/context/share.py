@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.validate import Dims, check_cache, describe, index_below, int32, window_of
+from jaxkv.checks import Dims, check_cache, describe, index_below, int32, window_of
 from jaxkv.layout.layout import CacheLayout, TokenShards, checked_shards
 from jaxkv.ops.slots import slots_for
 from jaxkv_kernels.addressing.slots import MAX_SLOTS, table_tokens
@@ -86,9 +86,9 @@ def whole_lengths(block_tables, seq_lens, layout: CacheLayout) -> jax.Array:
     count, interleave = layout.shards.num_shards, layout.shards.interleave
     rounds, rest = divmod(table_tokens(block_tables, layout.block_size), interleave)
     room = min(rounds * interleave * count + rest, MAX_SLOTS)
-    if checks.checking():
+    if data_checks.checking():
         held = f"the tables of {count} devices hold {room} tokens"
-        checks.require((seq_lens >= 0) & (seq_lens <= room), "seq_lens", seq_lens, held)
+        data_checks.require((seq_lens >= 0) & (seq_lens <= room), "seq_lens", seq_lens, held)
     return jnp.clip(seq_lens, 0, room)
 
 

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv.cache import KVCache
-from jaxkv.dispatch.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
-from jaxkv.dispatch.validate import Dims, check_cache, int32, positive_int
+from jaxkv.checks import Dims, check_cache, int32, positive_int
 from jaxkv.layout.layout import TokenShards, checked_shards
 from jaxkv.ops import indexer, sparse
+from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.parallel.context.merge import merge_states
 from jaxkv.parallel.context.share import requests_of_tokens, shard_along, whole_lengths
 from jaxkv_kernels.formats.bits import ordered_bits

@@ -1,6 +1,5 @@
 """Entry kinds.  An entry is what one token stores for one head in one layer: values in a format."""
 
-from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Self
 
@@ -206,23 +205,3 @@ class IndexerEntry(Entry):
     def named_sizes(self):
         """D under the name "key"."""
         return {"key": self.head_dim}
-
-
-Listed = Mapping[type[Entry], Collection[str]]
-"""Names of formats, by kind of entry."""
-
-
-def unlisted(listed: Listed, options: Mapping[str, Any]) -> list[str]:
-    """A list with the reason against a call whose `entry` has a kind (exact class) or format that is not `listed`.
-
-    The list is empty if the entry is listed, or if `listed` is empty: the kernel then does not interpret entries.
-    """
-    if not listed:
-        return []
-    entry = options["entry"]
-    formats = listed.get(type(entry))
-    if formats is None:
-        return [f"entries of kind {type(entry).__name__}: supports {', '.join(kind.__name__ for kind in listed)}"]
-    if entry.format not in formats:
-        return [f"entries of format {entry.format!r}: supports {', '.join(formats)}"]
-    return []

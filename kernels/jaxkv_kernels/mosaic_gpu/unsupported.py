@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from jaxkv_kernels.addressing.row_view import ROW_LIMIT, row_view
 from jaxkv_kernels.formats.bits import FP8
 from jaxkv_kernels.formats.entries import IndexerEntry
-from jaxkv_kernels.kernel import apart
 from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention.config import FEW_ROWS, by_slots
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import TILE_COLUMNS, origin_step
@@ -63,6 +62,13 @@ def decode_kv(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator
         yield from _attention(entry, options["pages"], arrays["buffer"])
     yield from _query_dtype(entry, q.dtype, "`q`")
     yield from too_large(options)
+
+
+def apart(options: Mapping[str, Any]) -> Iterator[str]:
+    """A reason against a call on a cache whose keys and values lie apart."""
+    if options["pages"].num_parts > 1:
+        entry = options["entry"]
+        yield f"keys and values of format {entry.format!r} that lie apart: supports values that follow their keys"
 
 
 def decode_mla_sparse(arrays: Mapping[str, Any], options: Mapping[str, Any]) -> Iterator[str]:

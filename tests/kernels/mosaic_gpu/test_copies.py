@@ -9,9 +9,9 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels import mosaic_gpu
-from jaxkv_kernels.mosaic_gpu import interpreting
-from support import suites
+from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from support import kernels, suites
 from support.cases import on_layouts, slow
 from support.hopper import large, on_hopper, read_early
 from support.suites.gathers import OF_144_BYTES
@@ -187,41 +187,46 @@ def calls(layout):
     entry, pages, heads, dtype = layout.entry, layout.pages, layout.num_heads, layout.entry.input_dtype
     if isinstance(entry, jaxkv.StateEntry):
         return calls_of_states(entry, pages)
-    kind, values = {
-        jaxkv.MLAEntry: ("mla", 1),
-        jaxkv.KVEntry: ("kv", 2),
-        jaxkv.IndexerEntry: ("indexer_k", 0),
-    }[type(entry)]
-    scales = [jnp.ones(()) if entry.codec.scaled else None] * values
-    run = {name: kernel.run for name, kernel in mosaic_gpu.KERNELS.items()}
+    kind = {jaxkv.MLAEntry: "mla", jaxkv.KVEntry: "kv", jaxkv.IndexerEntry: "indexer_k"}[type(entry)]
+    scale = jnp.ones(()) if entry.codec.scaled else None
+    scales = {"mla": {"kv_scale": scale}, "kv": {"k_scale": scale, "v_scale": scale}, "indexer_k": {}}[kind]
+    values = {"mla": ("kv_c", "k_pe"), "kv": ("k", "v"), "indexer_k": ("k",)}[kind]
     new = [shape(700, *(() if entry.one_head else (heads,)), n, dtype=dtype) for n in entry.sizes]
-    ids, options = shape(9), dict(pages=pages, entry=entry)
+    ids, options = shape(9), dict(pages=pages, entry=entry, **scales)
     rotation = dict(cos_sin=None, interleaved=False) if kind == "mla" else {}
+    gather = ("block_tables", "cu_seq_lens", "seq_starts", "layer")
     return {
         f"write_{kind}": (
-            lambda b, *a: run[f"write_{kind}"](b, *a, *scales, **options, **rotation),
+            called(f"write_{kind}", (*values, "slot_mapping", "layer"), **options, **rotation),
             [*new, shape(700), shape()],
         ),
         f"gather_{kind}": (
-            lambda b, *a: run[f"gather_{kind}"](b, *a, *scales, **options, total=700, dtype=dtype),
+            called(f"gather_{kind}", gather, **options, total=700, dtype=dtype),
             [shape(8, 16), shape(9), shape(8), shape()],
         ),
-        "copy_blocks": (lambda b, *a: run["copy_blocks"](b, *a, pages=pages), [ids, ids]),
-        "read_blocks": (lambda b, *a: run["read_blocks"](b, *a, pages=pages), [ids]),
+        "copy_blocks": (called("copy_blocks", ("src", "dst"), pages=pages), [ids, ids]),
+        "read_blocks": (called("read_blocks", ("blocks",), pages=pages), [ids]),
         "write_blocks": (
-            lambda b, *a: run["write_blocks"](b, *a, pages=pages),
+            called("write_blocks", ("blocks", "data"), pages=pages),
             [ids, shape(9, pages.block_elements, dtype=layout.dtype)],
         ),
     }
 
 
+def called(operation, names, **static):
+    """The kernel's call as a function of (buffer, *arrays)."""
+    return lambda buffer, *arrays: kernels.run(
+        MosaicGPU(), operation, buffer=buffer, **dict(zip(names, arrays, strict=True)), **static
+    )
+
+
 def calls_of_states(entry, pages):
     """The same for states."""
     states = {name: shape(9, *size, dtype=dtype) for name, size, dtype in entry.arrays}
-    write, read = (mosaic_gpu.KERNELS[name].run for name in ("write_state", "read_state"))
+    options = {"pages": pages, "entry": entry}
     return {
-        "write_state": (lambda b, *a: write(b, *a, pages=pages, entry=entry), [states, shape(9), shape()]),
-        "read_state": (lambda b, *a: read(b, *a, pages=pages, entry=entry), [shape(9), shape()]),
+        "write_state": (called("write_state", ("states", "slots", "layer"), **options), [states, shape(9), shape()]),
+        "read_state": (called("read_state", ("slots", "layer"), **options), [shape(9), shape()]),
     }
 
 
@@ -251,13 +256,13 @@ def check_lowering(name, entry):
         jitted = jax.jit(call, donate_argnums=0 if writes else ())
         traced = jitted.trace(buffer, *arrays)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        kernels = re.findall(r"custom_call @mosaic_gpu.*", text)
-        assert len(kernels) == KERNELS.get(operation, 1), operation
-        assert read_early(traced.jaxpr) == len(kernels) * [[]]
+        launched = re.findall(r"custom_call @mosaic_gpu.*", text)
+        assert len(launched) == KERNELS.get(operation, 1), operation
+        assert read_early(traced.jaxpr) == len(launched) * [[]]
         if writes:
             main = next(line for line in text.splitlines() if "@main" in line)
             assert "tf.aliasing_output" in re.search("%arg0: ([^%]*)", main)[1]
-            assert all("output_operand_alias" in kernel for kernel in kernels)
+            assert all("output_operand_alias" in kernel for kernel in launched)
         assert large(text, layout.size) <= {
             "stablehlo.reshape",
             "stablehlo.custom_call",

@@ -9,12 +9,13 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels import mosaic_gpu
-from jaxkv_kernels.mosaic_gpu import interpreting
+from jaxkv.ops import OPERATIONS
 from jaxkv_kernels.mosaic_gpu.attention.combine import combine
 from jaxkv_kernels.mosaic_gpu.attention.config import GATHERED, by_slots
 from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
-from support import suites
+from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from support import kernels, suites
 from support.cases import each_value, slow
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
@@ -267,9 +268,9 @@ def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
     )
 
     def decode(*arrays):
-        return mosaic_gpu.KERNELS["decode_mla"].run(
-            *arrays, None, pages=layout.pages, entry=entry, logit_cap=cap, window=window
-        )
+        names = ("q_latent", "q_pe", "buffer", "block_tables", "seq_lens", "layer", "scale", "kv_scale")
+        options = {"pages": layout.pages, "entry": entry, "logit_cap": cap, "window": window, "plan": None}
+        return kernels.run(MosaicGPU(), "decode_mla", **dict(zip(names, arrays, strict=True)), **options)
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -305,8 +306,8 @@ def test_explain_reports_why_a_layout_is_unsupported(reason):
 
 
 def test_without_a_hopper_gpu_the_reason_is_the_device():
-    for kernel in mosaic_gpu.KERNELS.values():
-        reasons = kernel.unavailable_reasons()
+    for operation in OPERATIONS:
+        reasons = MosaicGPU.support(operation.name).unavailable()
         if not reasons:
             pytest.skip("this is a Hopper GPU")
         assert reasons[0].startswith("needs ")

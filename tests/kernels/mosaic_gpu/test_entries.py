@@ -10,10 +10,11 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels import mosaic_gpu
-from jaxkv_kernels.mosaic_gpu import interpreting
+from jaxkv_kernels import calls
 from jaxkv_kernels.mosaic_gpu.entries.fields import fields_of
 from jaxkv_kernels.mosaic_gpu.entries.teams import teams
+from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from support import suites
 from support.cases import slow
 from support.compare import assert_close, assert_same_bits
@@ -100,7 +101,8 @@ def test_partial_results_are_merged(parts, dtype):
 def test_merging_lowers(parts):
     shape = jax.ShapeDtypeStruct
     arrays = shape((parts, 64, 128, 512), jnp.bfloat16), shape((parts, 64, 128), jnp.float32)
-    text = jax.jit(mosaic_gpu.KERNELS["merge_states"].run).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
+    merge = jax.jit(lambda outs, lses: MosaicGPU().merge_states(calls.MergeStates(outs=outs, lses=lses)))
+    text = merge.trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call @mosaic_gpu") == 1
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from contextlib import nullcontext
-from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +10,14 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels import mosaic_gpu
-from jaxkv_kernels.mosaic_gpu import interpreting
 from jaxkv_kernels.mosaic_gpu.experts.config import ExpertsConfig, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.experts.linear import parts_of
 from jaxkv_kernels.mosaic_gpu.experts.listing import list_chosen
+from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import using
-from support import suites
+from support import kernels, suites
 from support.available import assume_available
 from support.cases import slow
 from support.hopper import kernel_operands, on_hopper, read_early
@@ -238,7 +237,7 @@ def test_choices_of_experts_lower(experts, options, biased):
         return jaxkv.select_experts(logits, bias=bias, implementation="mosaic_gpu", **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        assume_available(patch, mosaic_gpu)
+        assume_available(patch, "mosaic_gpu")
         text = jax.jit(call).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert len(kernel_operands(text)) == 1
 
@@ -251,13 +250,21 @@ def test_weights_of_dense_products_lower(tokens, sizes, parts):
     assert tokens > 1 or parts_of(sizes, 1, 1) == parts
     weight = jax.eval_shape(TileScaled.of, jax.ShapeDtypeStruct(sizes, jnp.bfloat16))
     x = jax.ShapeDtypeStruct((tokens, sizes[1]), jnp.bfloat16)
-    run = mosaic_gpu.KERNELS["scaled_linear"].run
+
+    def run(x, weight):
+        return kernels.run(MosaicGPU(), "scaled_linear", x=x, weight=weight)
+
     assert kernel_operands(jax.jit(run).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text())
 
 
 def check_lowering(arguments, shared=None, joined=False, biases=None, **options):
     """The call lowers, and its second kernel reads nothing early that the first one does not have."""
-    run = partial(mosaic_gpu.KERNELS["grouped_swiglu"].run, **options)
+    names = ("x", "experts", "weights", "gate", "up", "down", "shared", "biases")
+    options = {"limit": None, "alpha": None, **options}
+
+    def run(*arrays):
+        return kernels.run(MosaicGPU(), "grouped_swiglu", **dict(zip(names, arrays, strict=True)), **options)
+
     traced = jax.jit(run).trace(*arguments, shared, biases)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *listed, gate_up, down = kernel_operands(text)

@@ -7,9 +7,9 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels import mosaic_gpu
-from jaxkv_kernels.mosaic_gpu import interpreting
-from support import suites
+from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from support import kernels, suites
 from support.cases import slow
 from support.hopper import kernel_operands, on_hopper
 from support.suites import scenes
@@ -143,7 +143,9 @@ def test_lowers_for_hopper(keys, dtype, tokens, order, block_size):
     )
 
     def logits(*arrays):
-        return mosaic_gpu.KERNELS["indexer_logits"].run(*arrays, pages=layout.pages, entry=entry, max_len=10_001)
+        names = ("q", "weights", "buffer", "block_tables", "seq_lens", "layer")
+        options = {"pages": layout.pages, "entry": entry, "max_len": 10_001}
+        return kernels.run(MosaicGPU(), "indexer_logits", **dict(zip(names, arrays, strict=True)), **options)
 
     text = jax.jit(logits).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert len(kernel_operands(text)) == 1
@@ -154,7 +156,7 @@ def test_lowers_for_hopper(keys, dtype, tokens, order, block_size):
 @pytest.mark.parametrize(("length", "k", "launches"), [(250, 300, 1), (8192, 2048, 1), (70_001, 2048, 3)])
 def test_select_topk_lowers_for_hopper(length, k, launches):
     def select(logits):
-        return mosaic_gpu.KERNELS["select_topk"].run(logits, k=k)
+        return kernels.run(MosaicGPU(), "select_topk", logits=logits, k=k)
 
     traced = jax.jit(select).trace(jax.ShapeDtypeStruct((3, 2, length), jnp.float32))
     assert len(kernel_operands(traced.lower(lowering_platforms=("cuda",)).as_text())) == launches

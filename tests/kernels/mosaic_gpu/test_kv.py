@@ -6,10 +6,11 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels import mosaic_gpu, tuning
-from jaxkv_kernels.mosaic_gpu import interpreting
+from jaxkv_kernels import tuning
 from jaxkv_kernels.mosaic_gpu.attention.config import KVConfig, KVQuantisedConfig
-from support import suites
+from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from support import kernels, suites
 from support.cases import each_value, slow
 from support.hopper import kernel_operands, on_hopper, read_early
 
@@ -219,7 +220,8 @@ def assert_lowers(form, name, case):
     options = {"pages": layout.pages, "entry": entry, "logit_cap": None, "window": None, **keywords}
 
     def decode(*arrays):
-        return mosaic_gpu.KERNELS["decode_kv"].run(*arrays, None, **options)
+        names = ("q", "buffer", "block_tables", "seq_lens", "layer", "scale", "k_scale", "v_scale")
+        return kernels.run(MosaicGPU(), "decode_kv", **dict(zip(names, arrays, strict=True)), plan=None, **options)
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -8,8 +8,8 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 from jaxkv.fuzz.case import Case
 from jaxkv.fuzz.families import OPERATIONS, draw_case
-from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu.experts.linear import MOST_TOKENS
+from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from support.available import assume_available
 from support.cases import slow
 
@@ -17,9 +17,9 @@ DRAWS = 4
 
 
 @pytest.mark.parametrize("number", [0, *(slow(n) for n in range(1, DRAWS))])
-@pytest.mark.parametrize("operation", [name for name in OPERATIONS if name in mosaic_gpu.KERNELS])
+@pytest.mark.parametrize("operation", [name for name in OPERATIONS if MosaicGPU.support(name)])
 def test_a_call_that_is_taken_lowers(operation, number, monkeypatch):
-    assume_available(monkeypatch, mosaic_gpu)
+    assume_available(monkeypatch, "mosaic_gpu")
     seed = OPERATIONS.index(operation) + (10 + number) * len(OPERATIONS)
     case = draw_case(seed, "mosaic_gpu")
     assert isinstance(case, Case), f"seed {seed}: {case}"
@@ -43,7 +43,7 @@ def test_a_call_that_is_taken_lowers(operation, number, monkeypatch):
 )
 def test_entries_of_any_size_are_gathered(entry, monkeypatch):
     """The zeros of rows without a token are stored by all lanes, so that their size is not that of an entry."""
-    assume_available(monkeypatch, mosaic_gpu)
+    assume_available(monkeypatch, "mosaic_gpu")
     layout = jaxkv.CacheLayout(num_layers=2, num_blocks=4, block_size=16, num_heads=1, entry=entry)
     buffer = jax.ShapeDtypeStruct((layout.size,), layout.dtype)
     tables, sums = jax.ShapeDtypeStruct((2, 2), np.int32), jax.ShapeDtypeStruct((3,), np.int32)

@@ -7,9 +7,10 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels import mosaic_gpu
+from jaxkv_kernels import calls
 from jaxkv_kernels.extra_slots import ExtraSlots
-from jaxkv_kernels.mosaic_gpu import interpreting
+from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
 from support import suites
 from support.cases import each_value, slow
 from support.compare import assert_close, assert_same_bits
@@ -348,8 +349,7 @@ def test_lowers_for_hopper(form, case):
         arrays += (ExtraSlots(*given, pages, entry),)
 
     def decode(*arrays):
-        run = mosaic_gpu.KERNELS["decode_mla_sparse"].run
-        return run(*arrays, pages=layout.pages, entry=entry, logit_cap=cap)
+        return MosaicGPU().decode_mla_sparse(sparse_call(layout, *arrays, logit_cap=cap))
 
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -359,6 +359,16 @@ def test_lowers_for_hopper(form, case):
     assert read_early(traced.jaxpr) == [*planning, [], 3 * [(8, 3)]]
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice", "bitcast_convert"):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
+
+
+def sparse_call(
+    layout, q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, extra=None, *, logit_cap=None
+):
+    return calls.DecodeMLASparse(
+        q_latent=q_latent, q_pe=q_pe, buffer=buffer, slots=slots, counts=counts, sinks=sinks, layer=layer, scale=scale,
+        kv_scale=kv_scale, extra=extra, pages=layout.pages, entry=layout.entry, logit_cap=logit_cap,
+        batch_invariant=False,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(("requests", "whole"), [(64, True), (8, False)])
@@ -374,8 +384,7 @@ def test_requests_that_are_known_to_stay_whole_are_not_combined(requests, whole)
     )
 
     def decode(*arrays):
-        run = mosaic_gpu.KERNELS["decode_mla_sparse"].run
-        return run(*arrays, None, None, 0, 0.1, None, pages=layout.pages, entry=entry, logit_cap=None)
+        return MosaicGPU().decode_mla_sparse(sparse_call(layout, *arrays, None, None, 0, 0.1, None))
 
     jaxpr = jax.make_jaxpr(decode)(*arrays).jaxpr
     assert len(read_early(jaxpr)) == (1 if whole else 2)  # kernels

@@ -7,9 +7,9 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels import mosaic_gpu
 from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import in_entries_dtype, token_rows
-from support import scenes
+from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from support import kernels, scenes
 from support.cases import slow
 from support.hopper import large
 
@@ -46,8 +46,9 @@ def lowered(layout, heads):
     )
 
     def decode(*arrays):
-        run = mosaic_gpu.KERNELS["decode_mla"].run
-        return run(*arrays, None, None, pages=layout.pages, entry=layout.entry, logit_cap=None, window=None)
+        names = ("q_latent", "q_pe", "buffer", "block_tables", "seq_lens", "layer", "scale", "kv_scale")
+        options = {"pages": layout.pages, "entry": layout.entry, "logit_cap": None, "window": None, "plan": None}
+        return kernels.run(MosaicGPU(), "decode_mla", **dict(zip(names, (*arrays, None), strict=True)), **options)
 
     return jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 

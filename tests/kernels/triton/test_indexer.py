@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv
 from jaxkv.support import call_of
-from jaxkv_kernels import triton as kernels
+from jaxkv_kernels.triton import kernels
 from support import suites
 from support.cases import on_layouts
 from support.suites import scenes
@@ -96,7 +96,7 @@ def test_the_largest_k_fits_the_least_gpu():
 
 
 def unsupported_reasons(call):
-    return [*kernels.KERNELS[call.operation].unsupported_reasons(call.arrays, call.options)]
+    return kernels.Triton().unsupported_reasons(call)
 
 
 @pytest.mark.parametrize(

@@ -13,11 +13,12 @@ from jaxkv.cli import doctor
 from jaxkv.fuzz import families
 from jaxkv.fuzz.case import Case
 from jaxkv.support import sample_calls
-from jaxkv_kernels import triton as kernels
 from jaxkv_kernels.addressing.hot_map import HotMap
+from jaxkv_kernels.triton.kernels import Triton
 from jaxkv_kernels.triton.runtime import available
+from support import kernels
 from support.available import assume_available
-from support.triton.builds import SHARED, builds, kernel_builds, without_a_gpu
+from support.triton.builds import SHARED, builds, builds_of, without_a_gpu
 from support.triton.runs import compiles, lowers
 
 DRAWS = 2
@@ -33,11 +34,10 @@ def taken():
         if operation.name == "plan_decode":  # plain JAX, whose result is for kernels
             continue
         call = operation.call(*args, **kwargs)
-        kernel = kernels.KERNELS.get(operation.name)
-        if kernel is None or kernel.reasons_against(call.arrays, call.options):
+        if Triton().unsupported_reasons(call):
             continue
-        same = (operation.name, call.options.get("pages"), *(str(x) for x in call.arrays.values()))
-        if kernel.entries or same not in seen:
+        same = (operation.name, getattr(call, "pages", None), *(str(x) for x in jax.tree.leaves(call)))
+        if Triton.support(operation.name).entries or same not in seen:
             seen.add(same)
             yield pytest.param((operation.function, args, kwargs), id=f"{operation.name} {form}".rstrip())
 
@@ -55,10 +55,10 @@ def test_compiles_within_the_gpus_limits(sample, capability):
 @compiles
 @pytest.mark.parametrize("number", range(DRAWS))
 @pytest.mark.parametrize(
-    "operation", [name for name in families.OPERATIONS if name in kernels.KERNELS and name != "plan_decode"]
+    "operation", [name for name in families.OPERATIONS if Triton.support(name) and name != "plan_decode"]
 )
 def test_a_random_call_that_is_taken_compiles(operation, number, monkeypatch):
-    assume_available(monkeypatch, kernels)
+    assume_available(monkeypatch, "triton")
     seed = families.OPERATIONS.index(operation) + (20 + number) * len(families.OPERATIONS)
     case = families.draw_case(seed, "triton")
     assert isinstance(case, Case), f"seed {seed}: {case}"
@@ -82,18 +82,24 @@ def test_parts_too_large_for_a_tile_are_rejected():
 
 def writes(layout):
     """Operation by name: the kernels' call as a function of (buffer, *arrays), and those arrays."""
-    run = {name: kernel.run for name, kernel in kernels.KERNELS.items()}
-    options = dict(pages=layout.pages, entry=layout.entry)
+    options = dict(entry=layout.entry, kv_scale=None, cos_sin=None, interleaved=False)
     ids, new = shape(9), [shape(700, n, dtype="bfloat16") for n in layout.entry.sizes]
     rows = shape(9, layout.pages.block_elements, dtype=layout.dtype)
     return {
         "write_mla": (
-            lambda b, *a: run["write_mla"](b, *a, None, None, **options, interleaved=False),
+            called("write_mla", ("kv_c", "k_pe", "slot_mapping", "layer"), layout, **options),
             [*new, shape(700), shape()],
         ),
-        "copy_blocks": (lambda b, *a: run["copy_blocks"](b, *a, pages=layout.pages), [ids, ids]),
-        "write_blocks": (lambda b, *a: run["write_blocks"](b, *a, pages=layout.pages), [ids, rows]),
+        "copy_blocks": (called("copy_blocks", ("src", "dst"), layout), [ids, ids]),
+        "write_blocks": (called("write_blocks", ("blocks", "data"), layout), [ids, rows]),
     }
+
+
+def called(operation, names, layout, **static):
+    """The kernel's call as a function of (buffer, *arrays)."""
+    return lambda buffer, *arrays: kernels.run(
+        Triton(), operation, buffer=buffer, pages=layout.pages, **dict(zip(names, arrays, strict=True)), **static
+    )
 
 
 def shape(*dims, dtype="int32"):
@@ -139,7 +145,8 @@ def hot_rows(form):
 @pytest.mark.parametrize("form", ["fp8_ds_mla", "fp8_v4"])
 @pytest.mark.parametrize("operation", ["fetch_rows", "store_rows"])
 def test_hot_rows_compile_within_the_gpus_limits(operation, form, capability):
-    for built in kernel_builds(capability, operation, *hot_rows(form)[operation]):
+    arrays, options = hot_rows(form)[operation]
+    for built in builds_of(capability, kernels.RECORDS[operation](**arrays, **options)):
         assert built.shared <= SHARED[capability] * 1024, built.name
         assert built.stack == 0, f"{built.name} spills {built.stack} bytes per thread, with {built.registers} registers"
 
@@ -147,9 +154,12 @@ def test_hot_rows_compile_within_the_gpus_limits(operation, form, capability):
 @lowers
 def test_hot_rows_are_fetched_in_place_by_one_kernel():
     arrays, options = hot_rows("fp8_ds_mla")["fetch_rows"]
-    fetch = kernels.HOT_ROWS["fetch_rows"].run
     with without_a_gpu():
-        jitted = jax.jit(lambda *arrays: fetch(*arrays, **options), donate_argnums=(0, 1))
+
+        def fetch(*given):
+            return kernels.run(Triton(), "fetch_rows", **dict(zip(arrays, given, strict=True)), **options)
+
+        jitted = jax.jit(fetch, donate_argnums=(0, 1))
         text = jitted.trace(*arrays.values()).lower(lowering_platforms=("cuda",)).as_text()
     (launch,) = re.findall("custom_call @triton_kernel_call.*", text)
     assert launch.count("output_operand_alias<") == 2

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.support import call_of
-from jaxkv_kernels import triton as kernels
+from jaxkv_kernels.triton.kernels import Triton
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227}
 """KiB of shared memory that a program may have, by compute capability."""
@@ -47,14 +47,12 @@ class Built:
 
 def builds(capability, operation, *args, **kwargs):
     """The kernels that `operation(*args, **kwargs)` launches, compiled for `capability`; arrays may be shapes."""
-    call = call_of(operation, *args, **kwargs)
-    return kernel_builds(capability, call.operation, call.arrays, call.options)
+    return builds_of(capability, call_of(operation, *args, **kwargs))
 
 
-def kernel_builds(capability, operation, arrays, options):
-    """The same for a call whose arrays and options are known by name."""
-    kernel = (kernels.KERNELS | kernels.HOT_ROWS)[operation]
-    reasons = kernel.reasons_against(arrays, options)
+def builds_of(capability, call):
+    """The same for a record of a call."""
+    reasons = Triton().unsupported_reasons(call)
     assert not reasons, reasons
     built = []
 
@@ -62,16 +60,13 @@ def kernel_builds(capability, operation, arrays, options):
         built.append(_compile(capability, kernel, (*operands, *updated, *results), warps, stages, constants))
         return tuple(jnp.zeros(x.shape, x.dtype) for x in (*updated, *results))
 
-    def run(arrays):
-        return kernel.run(**arrays, **options)
-
     with (
         building(capability),
         mock.patch("jaxkv_kernels.triton.runtime.launch._through_jax_triton", compile),
         mock.patch("jaxkv_kernels.triton.runtime.launch._capability", return_value=capability),
     ):
-        jax.eval_shape(run, arrays)
-    assert built, f"{operation} launches nothing"
+        jax.eval_shape(lambda call: call.run_on(Triton()), call)
+    assert built, f"{call.operation} launches nothing"
     return built
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
-from jaxkv.dispatch.validate import FLOATS
+from jaxkv.checks import FLOATS
 from jaxkv.models.config import GQA, MLA, CompressedAttention, Experts, ModelConfig, Rope
 from jaxkv.models.families.parts import experts as mixture
 from jaxkv.models.families.parts import quantisation

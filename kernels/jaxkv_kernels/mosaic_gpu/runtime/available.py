@@ -22,6 +22,9 @@ REDUX: Mapping[str, str] = {"9.0": "Hopper"}
 CLOCK: Mapping[str, str] = {"9.0": "Hopper"}
 """Capabilities for `stamp`.  All generations have the global timer, but only Hopper was tested."""
 
+ANY = {**WGMMA, **BULK_COPIES, **REDUX, **CLOCK}
+"""Capabilities on which at least one kernel runs."""
+
 
 def unavailable_reasons(capabilities: Mapping[str, str]) -> list[str]:
     """Reasons why kernels for these capabilities do not run on this machine; empty if they do, or are interpreted."""

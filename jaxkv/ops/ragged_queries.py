@@ -18,9 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.dispatch import checked as checks
-from jaxkv.dispatch.backends import Call
-from jaxkv.dispatch.validate import Dims, computed, int32, running_sum, static_bool
+from jaxkv import data_checks
+from jaxkv.checks import Dims, computed, int32, running_sum, static_bool
 from jaxkv_kernels.addressing.slots import lengths_in_table
 
 TILE_ROWS = 64
@@ -111,7 +110,7 @@ def arrange(
     causal = static_bool("causal", causal)
     if cu_q_lens is not None:
         dims.check_running_sum("cu_q_lens", cu_q_lens)
-        if checks.checking():
+        if data_checks.checking():
             _check_rises(int32(cu_q_lens), dims["T"])
         if groups is None:
             size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, window)
@@ -123,7 +122,9 @@ def _check_rises(cu_q_lens, total: int) -> None:
     """Checks, in checked mode, that `cu_q_lens` rises from 0 to at most `total`."""
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), cu_q_lens[:-1]])
     rises = (cu_q_lens >= before) & (cu_q_lens <= total) & ((jnp.arange(cu_q_lens.size) > 0) | (cu_q_lens == 0))
-    checks.require(rises, "cu_q_lens", cu_q_lens, f"expected a running sum that begins at 0, of {total} query tokens")
+    data_checks.require(
+        rises, "cu_q_lens", cu_q_lens, f"expected a running sum that begins at 0, of {total} query tokens"
+    )
 
 
 @dataclass(frozen=True)
@@ -194,10 +195,3 @@ class Arrangement:
         if self.groups is not None:
             x = x.reshape(-1, *x.shape[2:]).at[self.groups.places].get(mode="fill", fill_value=empty)
         return x
-
-
-@dataclass(frozen=True)
-class ArrangedCall(Call):
-    """A call whose query tokens are arranged as kernels expect them."""
-
-    arrangement: Arrangement

@@ -92,8 +92,8 @@ def running_sum(array):
     return computed(lambda array: lax.cummax(jnp.maximum(int32(array), 0)), array)
 
 
-def check_cache(cache: KVCache, *kinds: type[Entry], name: str = "cache"):
-    """ValueError unless `cache` is a KVCache with entries of one of `kinds` and a buffer that fits its layout.
+def check_cache[E: Entry](cache: KVCache, *kinds: type[E], name: str = "cache") -> E:
+    """The entry of `cache`; ValueError unless it is a KVCache of one of `kinds` with a buffer that fits its layout.
 
     Messages call it `name`.
     """
@@ -105,6 +105,7 @@ def check_cache(cache: KVCache, *kinds: type[Entry], name: str = "cache"):
         raise ValueError(f"`{name}` stores {layout.entry}: this operation takes a cache of {wanted}")
     if getattr(buffer, "shape", None) != (layout.size,) or buffer.dtype != layout.dtype:
         raise ValueError(f"`{name}.buffer` is {describe(buffer)}: expected its layout's {layout.dtype}[{layout.size}]")
+    return layout.entry
 
 
 def mla_dims(cache: KVCache) -> Dims:

@@ -1,0 +1,177 @@
+"""The choice of the implementation that runs a call: one loop over `BACKENDS`, in `choose`."""
+
+import logging
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import jax
+from jax.custom_batching import sequential_vmap
+
+from jaxkv_kernels.calls import Call, Kernels
+from jaxkv_kernels.gradients import without_gradients
+from jaxkv_kernels.mosaic_gpu.runtime import available as hopper
+from jaxkv_kernels.triton.runtime import available as ampere
+from jaxkv_kernels.xla.kernels import XLA
+
+_log = logging.getLogger("jaxkv")
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation, imported when it is first needed: Pallas and Triton are slow to import, or not installed."""
+
+    name: str
+    devices: str
+    """A description of the devices that it runs on."""
+    kernels: Callable[[], Kernels]
+    """Imports its kernels."""
+    unavailable_reasons: Callable[[], list[str]]
+    """The reasons why none of its kernels runs on this machine, found without importing them; empty if some do."""
+
+
+@cache
+def _mosaic_gpu() -> Kernels:
+    from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+
+    return MosaicGPU()
+
+
+@cache
+def _triton() -> Kernels:
+    from jaxkv_kernels.triton.kernels import Triton
+
+    return Triton()
+
+
+BACKENDS = (
+    Backend("mosaic_gpu", "NVIDIA Hopper", _mosaic_gpu, lambda: hopper.unavailable_reasons(hopper.ANY)),
+    Backend("triton", "NVIDIA GPUs, Ampere and later", _triton, lambda: ampere.unavailable_reasons()),
+    Backend("xla", "any device", XLA, list),
+)
+"""In order of priority.  The last one has a kernel for every operation."""
+
+
+def implementations() -> dict[str, str]:
+    """The names that `implementation=` accepts, in order of priority, each with the devices that it runs on.
+
+    The last one supports every call on every layout, except batch-invariant ones.
+    """
+    return {backend.name: backend.devices for backend in BACKENDS}
+
+
+def run[Result](call: Call[Result], implementation: str | Sequence[str] | None) -> Result:
+    """The result of `call` from the backend that `choose` returns."""
+    return run_on(choose(call, implementation), call)
+
+
+def choose(call: Call[Any], implementation: str | Sequence[str] | None) -> Backend:
+    """The first of the requested backends that supports `call` on this machine.
+
+    Args:
+      call: a call with checked arguments.
+      implementation: None for all of `BACKENDS`, a name, or a sequence of names in order of preference.
+
+    Raises:
+      ValueError: `implementation` is none of these, or has an unknown name.
+      NotImplementedError: none of them supports the call; the message has the reasons of each.
+    """
+    if _captures.get():
+        raise Captured(call)
+    requested = _requested(implementation)
+    for backend in requested:
+        if not backend.unavailable_reasons() and not backend.kernels().reasons_against(call):
+            if implementation is None:
+                _warn_of_slower(call, backend)
+            return backend
+    found = "; ".join(f"{each.name}: {', '.join(each.kernels().reasons_against(call))}" for each in requested)
+    raise NotImplementedError(f"{call.operation}: none of the requested implementations supports this call ({found})")
+
+
+def run_on[Result](backend: Backend, call: Call[Result]) -> Result:
+    """The result of the backend's kernel for a call that it supports.  The first run of each operation is logged.
+
+    Unless its kernels are `transformable`, differentiating them raises NotImplementedError, and `jax.vmap` runs the
+    kernel for one element of the batch after the other.
+    """
+    _log_once(call.operation, backend.name)
+    kernels = backend.kernels()
+    run = _runner(kernels)
+    if not kernels.transformable:
+        reason = f"{call.operation} has no gradients on {backend.name}: use `implementation='xla'`"
+        # Pallas batches kernels by a longer grid, in which some that load by TMA returned wrong results (an H200 with
+        # jax 0.11.2).
+        run, call = sequential_vmap(run), without_gradients(call, reason)
+    # Kernels are written for JAX's default promotion rules, but the user's program may have stricter ones.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return run(call)
+
+
+def _runner(kernels: Kernels) -> Callable[[Call[Any]], Any]:
+    def run(call: Call[Any]) -> Any:
+        return call.run_on(kernels)
+
+    return run
+
+
+def _requested(implementation: str | Sequence[str] | None) -> list[Backend]:
+    """The backends that an argument `implementation` names, in its order."""
+    known = {backend.name: backend for backend in BACKENDS}
+    names = tuple(known) if implementation is None else implementation
+    names = (names,) if isinstance(names, str) else names
+    expected = f"expected None, a name or a sequence of names among {', '.join(known)}"
+    if not isinstance(names, Sequence) or not names:
+        raise ValueError(f"`implementation` is {implementation!r}: {expected}")
+    if unknown := [name for name in names if not isinstance(name, str) or name not in known]:
+        raise ValueError(f"`implementation` {unknown[0]!r} is unknown: {expected}")
+    return [known[name] for name in names]
+
+
+def _warn_of_slower(call: Call[Any], chosen: Backend) -> None:
+    """Logs the reasons against the fastest implementation, on devices that have its kernel."""
+    fastest = BACKENDS[0]
+    if chosen is fastest or jax.default_backend() != "gpu" or fastest.unavailable_reasons():
+        return
+    support = fastest.kernels().support(call.operation)
+    if support is None or support.unavailable():
+        return
+    for reason in fastest.kernels().unsupported_reasons(call):
+        _warn_once(call.operation, chosen.name, fastest.name, reason)
+
+
+@cache
+def _warn_once(operation: str, chosen: str, fastest: str, reason: str) -> None:
+    _log.warning("%s runs on %s; %s does not support %s", operation, chosen, fastest, reason)
+
+
+@cache
+def _log_once(operation: str, name: str) -> None:
+    _log.info("%s runs on %s", operation, name)
+
+
+class Captured(BaseException):
+    """Leaves an operation at the point where it would choose an implementation."""
+
+    def __init__(self, call: Call[Any]):
+        super().__init__(call)
+        self.call = call
+
+
+_captures: ContextVar[bool] = ContextVar("captures", default=False)
+
+
+def captured(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
+    """The call that `operation(*args, **kwargs)` would run, without running it; arrays may be `jax.ShapeDtypeStruct`s.
+
+    `operation` must be a function that chooses an implementation.
+    """
+    token = _captures.set(True)
+    try:
+        operation(*args, **kwargs)
+    except Captured as stopped:
+        return stopped.call
+    finally:
+        _captures.reset(token)
+    raise TypeError(f"{operation!r} chooses no implementation")

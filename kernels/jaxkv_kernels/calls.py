@@ -1,0 +1,686 @@
+"""The interface between operations and kernels: a record per call, and the methods that an implementation has.
+
+An operation checks its arguments and makes one record (`Call`) of everything that a kernel receives.  `jaxkv.dispatch`
+asks implementations (`Kernels`) whether they support it, and the first that does receives it whole.  A record is a
+pytree: arrays are leaves, and sizes, strides, entries and options are static, so that it can be an argument of a
+function under `jax.jit`.
+
+Letters in shapes are those of the public operations: B requests, Q query tokens per request, T tokens, Hq query heads,
+H heads of the cache, M columns of a block table, R values of a latent, P of a rotary part, D of a key, Dv of a value.
+All integer arrays are int32, and all lengths and sums are valid: operations clamp them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, dataclass_transform
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.addressing.hot_map import HotMap
+from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.extra_slots import ExtraSlots
+from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.formats.states import StateEntry
+from jaxkv_kernels.tile_scaled import TileScaled
+
+STATIC = {"static": True}
+"""Metadata of a field that is not an array."""
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field,))
+def record[C](cls: type[C]) -> type[C]:
+    """A frozen dataclass with keyword arguments only that is a pytree."""
+    return jax.tree_util.register_dataclass(dataclass(frozen=True, eq=False, kw_only=True)(cls))
+
+
+class Call[Result]:
+    """Base class of the records.  `Result` is what kernels return for it."""
+
+    operation: ClassVar[str]
+    """The name of the public function, and of the method of `Kernels`."""
+
+    def run_on(self, kernels: Kernels) -> Result:
+        """The result of the implementation's kernel."""
+        raise NotImplementedError
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The entries that the kernel interprets, one per cache."""
+        return ()
+
+
+@record
+class BlocksCall[Result](Call[Result]):
+    """A call on a cache whose entries the kernel does not interpret."""
+
+    buffer: jax.Array
+    """The whole buffer of the cache."""
+    pages: Pages = field(metadata=STATIC)
+
+
+@record
+class CacheCall[Result, E: Entry](BlocksCall[Result]):
+    """A call on the entries of one layer of a cache."""
+
+    layer: jax.Array
+    """A scalar.  If it is outside the cache, nothing is written, and no token is seen."""
+    entry: E = field(metadata=STATIC)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return (self.entry,)
+
+
+# New tokens.  Each write returns the buffer.
+
+
+@record
+class WriteMLA(CacheCall[jax.Array, MLAEntry]):
+    """Stores the latents and rotary keys of new tokens."""
+
+    operation = "write_mla"
+    kv_c: jax.Array
+    """[T, R]."""
+    k_pe: jax.Array
+    """[T, P]."""
+    slot_mapping: jax.Array
+    """[T]; slots outside the cache are skipped."""
+    kv_scale: jax.Array | None
+    """float32 scalar; None if the format has no scale."""
+    cos_sin: jax.Array | None
+    """float32 [T, P], the cosines, then the sines by which `k_pe` is rotated."""
+    interleaved: bool = field(metadata=STATIC)
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.write_mla(self)
+
+
+@record
+class WriteKV(CacheCall[jax.Array, KVEntry]):
+    """Stores the keys and values of new tokens."""
+
+    operation = "write_kv"
+    k: jax.Array
+    """[T, H, D]."""
+    v: jax.Array
+    """[T, H, Dv]."""
+    slot_mapping: jax.Array
+    """[T]."""
+    k_scale: jax.Array | None
+    """float32, a scalar or [H]; None if the format has no scale."""
+    v_scale: jax.Array | None
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.write_kv(self)
+
+
+@record
+class WriteIndexerK(CacheCall[jax.Array, IndexerEntry]):
+    """Stores the indexer keys of new tokens."""
+
+    operation = "write_indexer_k"
+    k: jax.Array
+    """[T, D]."""
+    slot_mapping: jax.Array
+    """[T]."""
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.write_indexer_k(self)
+
+
+@record
+class GatherCall[Result, E: Entry](CacheCall[Result, E]):
+    """A call that reads runs of tokens, one run per request, one after the other."""
+
+    block_tables: jax.Array
+    """[B, M]."""
+    cu_seq_lens: jax.Array
+    """[B + 1], the running sum of the lengths of the runs."""
+    seq_starts: jax.Array | None
+    """[B], the position of the first token of each run; None for 0."""
+    total: int = field(metadata=STATIC)
+    """Rows of the result; 0 in those past the last run."""
+
+
+@record
+class GatherMLA(GatherCall[tuple[jax.Array, jax.Array], MLAEntry]):
+    """Reads latents [total, R] and rotary keys [total, P]."""
+
+    operation = "gather_mla"
+    kv_scale: jax.Array | None
+    dtype: jnp.dtype = field(metadata=STATIC)
+
+    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+        return kernels.gather_mla(self)
+
+
+@record
+class GatherKV(GatherCall[tuple[jax.Array, jax.Array], KVEntry]):
+    """Reads keys [total, H, D] and values [total, H, Dv]."""
+
+    operation = "gather_kv"
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+    dtype: jnp.dtype = field(metadata=STATIC)
+
+    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+        return kernels.gather_kv(self)
+
+
+@record
+class GatherIndexerK(GatherCall[jax.Array, IndexerEntry]):
+    """Reads indexer keys [total, D]."""
+
+    operation = "gather_indexer_k"
+    dtype: jnp.dtype = field(metadata=STATIC)
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.gather_indexer_k(self)
+
+
+@record
+class GatherEntries(GatherCall[jax.Array, Entry]):
+    """Reads the bytes of entries, uint8 [total, nbytes] or [total, H, nbytes]."""
+
+    operation = "gather_entries"
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.gather_entries(self)
+
+
+# Attention.
+
+
+@record
+class PlanDecode(BlocksCall[Any]):
+    """Schedules `decode_mla` or `decode_kv` calls.  The type of the schedule depends on the implementation."""
+
+    operation = "plan_decode"
+    block_tables: jax.Array
+    """[B, M]."""
+    seq_lens: jax.Array
+    """[B]."""
+    entry: MLAEntry | KVEntry = field(metadata=STATIC)
+    heads: int = field(metadata=STATIC)
+    """Query heads."""
+    q_len: int = field(metadata=STATIC)
+    window: int | None = field(metadata=STATIC)
+    dtype: jnp.dtype = field(metadata=STATIC)
+    """The dtype of the queries."""
+    batch_invariant: bool = field(metadata=STATIC)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return (self.entry,)
+
+    def run_on(self, kernels: Kernels) -> Any:
+        return kernels.plan_decode(self)
+
+
+@record
+class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
+    """Causal attention of the last Q tokens of each request to the entries in its blocks; returns out and lse."""
+
+    block_tables: jax.Array
+    """[B, M]."""
+    seq_lens: jax.Array
+    """[B]."""
+    scale: jax.Array
+    """float32 scalar, the softmax scale."""
+    plan: Any
+    """The schedule that the implementation's `plan_decode` returned for these lengths; None to make one."""
+    logit_cap: float | None = field(metadata=STATIC)
+    window: int | None = field(metadata=STATIC)
+
+
+@record
+class DecodeMLA(DecodeCall[MLAEntry]):
+    """Absorbed attention: out [B, Q, Hq, value_dim] and float32 lse [B, Q, Hq]."""
+
+    operation = "decode_mla"
+    q_latent: jax.Array
+    """[B, Q, Hq, R]."""
+    q_pe: jax.Array
+    """[B, Q, Hq, P]."""
+    kv_scale: jax.Array | None
+
+    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+        return kernels.decode_mla(self)
+
+
+@record
+class DecodeKV(DecodeCall[KVEntry]):
+    """Grouped-query attention: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]; head i reads KV head i // (Hq / H)."""
+
+    operation = "decode_kv"
+    q: jax.Array
+    """[B, Q, Hq, D]."""
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+
+    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+        return kernels.decode_kv(self)
+
+
+@record
+class DecodeMLASparse(CacheCall[tuple[jax.Array, jax.Array], MLAEntry]):
+    """Absorbed attention to the given slots of a cache, or of two: out [B, Q, Hq, value_dim] and lse [B, Q, Hq]."""
+
+    operation = "decode_mla_sparse"
+    q_latent: jax.Array
+    """[B, Q, Hq, R]."""
+    q_pe: jax.Array
+    """[B, Q, Hq, P]."""
+    slots: jax.Array
+    """[B, Q, K]; slots outside the cache are masked."""
+    counts: jax.Array | None
+    """[B, Q], how many slots of each query token are used; None for all."""
+    sinks: jax.Array | None
+    """float32 [Hq]."""
+    scale: jax.Array
+    """float32 scalar, the softmax scale."""
+    kv_scale: jax.Array | None
+    extra: ExtraSlots | None
+    """The slots of a second cache."""
+    logit_cap: float | None = field(metadata=STATIC)
+    batch_invariant: bool = field(metadata=STATIC)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return (self.entry,) if self.extra is None else (self.entry, self.extra.entry)
+
+    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+        return kernels.decode_mla_sparse(self)
+
+
+@record
+class IndexerLogits(CacheCall[jax.Array, IndexerEntry]):
+    """The logits of the V3.2 indexer, float32 [B, Q, max_len]; -inf for tokens that a query token does not see."""
+
+    operation = "indexer_logits"
+    q: jax.Array
+    """[B, Q, Hi, D]."""
+    weights: jax.Array
+    """[B, Q, Hi]."""
+    block_tables: jax.Array
+    seq_lens: jax.Array
+    max_len: int = field(metadata=STATIC)
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.indexer_logits(self)
+
+
+@record
+class SelectTopk(Call[jax.Array]):
+    """The positions of the k largest logits of each row, int32 [..., k]."""
+
+    operation = "select_topk"
+    logits: jax.Array
+    """float32 [..., N]."""
+    k: int = field(metadata=STATIC)
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.select_topk(self)
+
+
+@record
+class MergeStates(Call[tuple[jax.Array, jax.Array]]):
+    """Merges partial results of attention: out [..., D] and lse [...]."""
+
+    operation = "merge_states"
+    outs: jax.Array
+    """[N, ..., D]."""
+    lses: jax.Array
+    """float32 [N, ...]."""
+
+    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+        return kernels.merge_states(self)
+
+
+# States and whole blocks.
+
+
+@record
+class WriteState(CacheCall[jax.Array, StateEntry]):
+    """Stores states; returns the buffer."""
+
+    operation = "write_state"
+    states: Mapping[str, jax.Array]
+    """By name, [T, ...]."""
+    slots: jax.Array
+    """[T]."""
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.write_state(self)
+
+
+@record
+class ReadState(CacheCall[dict[str, jax.Array], StateEntry]):
+    """Reads states, by name [T, ...]."""
+
+    operation = "read_state"
+    slots: jax.Array
+    """[T]."""
+
+    def run_on(self, kernels: Kernels) -> dict[str, jax.Array]:
+        return kernels.read_state(self)
+
+
+@record
+class CopyBlocks(BlocksCall[jax.Array]):
+    """Copies blocks; returns the buffer."""
+
+    operation = "copy_blocks"
+    src: jax.Array
+    """[n]."""
+    dst: jax.Array
+    """[n]; pairs with an id outside the cache are skipped."""
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.copy_blocks(self)
+
+
+@record
+class ReadBlocks(BlocksCall[jax.Array]):
+    """Reads the payloads of blocks, [n, block_elements]."""
+
+    operation = "read_blocks"
+    blocks: jax.Array
+    """[n]."""
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.read_blocks(self)
+
+
+@record
+class WriteBlocks(BlocksCall[jax.Array]):
+    """Overwrites blocks with payloads; returns the buffer."""
+
+    operation = "write_blocks"
+    blocks: jax.Array
+    """[n]; ids outside the cache are skipped."""
+    data: jax.Array
+    """[n, block_elements]."""
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.write_blocks(self)
+
+
+# Experts and weights in float8.
+
+
+@record
+class SelectExperts(Call[tuple[jax.Array, jax.Array]]):
+    """Top-k routing of experts: ids int32 [T, K] and weights float32 [T, K]."""
+
+    operation = "select_experts"
+    logits: jax.Array
+    """float32 [T, E]."""
+    bias: jax.Array | None
+    """float32 [E]."""
+    per_token: int = field(metadata=STATIC)
+    scoring: str = field(metadata=STATIC)
+    groups: int = field(metadata=STATIC)
+    groups_per_token: int = field(metadata=STATIC)
+    normalize: bool = field(metadata=STATIC)
+    scale: float = field(metadata=STATIC)
+
+    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+        return kernels.select_experts(self)
+
+
+@record
+class GroupedSwiglu(Call[jax.Array]):
+    """The weighted sum of each token's experts, [T, D]."""
+
+    operation = "grouped_swiglu"
+    x: jax.Array
+    """[T, D]."""
+    experts: jax.Array
+    """[T, K]."""
+    weights: jax.Array
+    """float32 [T, K]."""
+    gate: jax.Array | TileScaled
+    """[E, I, D]."""
+    up: jax.Array | TileScaled
+    """[E, I, D]."""
+    down: jax.Array | TileScaled
+    """[E, D, I]."""
+    shared: tuple[jax.Array, jax.Array, jax.Array] | None
+    """Gate and up [S, D] and down [D, S] of an expert of all tokens."""
+    biases: tuple[jax.Array, jax.Array, jax.Array] | None
+    """Those of gate and up [E, I] and down [E, D]."""
+    limit: float | None = field(metadata=STATIC)
+    alpha: float | None = field(metadata=STATIC)
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.grouped_swiglu(self)
+
+
+@record
+class ScaledLinear(Call[jax.Array]):
+    """x [T, D] times the transpose of a weight in float8 [I, D]: [T, I]."""
+
+    operation = "scaled_linear"
+    x: jax.Array
+    weight: TileScaled
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.scaled_linear(self)
+
+
+# Hot rows: the most recently used entries of a cache in host memory.
+
+
+@record
+class HotRowsCall[Result](BlocksCall[Result]):
+    """A call on the rows of a cache on the device and the whole cache in host memory."""
+
+    address: jax.Array
+    """The address of the host's memory."""
+    writes: jax.Array
+    """[1], which orders reads of the host's memory after writes to it."""
+    layer: jax.Array
+    """A scalar."""
+    host_pages: Pages = field(metadata=STATIC)
+    entry: MLAEntry = field(metadata=STATIC)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return (self.entry,)
+
+
+@record
+class FetchRows(HotRowsCall[tuple[jax.Array, jax.Array, jax.Array]]):
+    """Makes tokens available in rows: the buffer, the maps and the slots of the rows."""
+
+    operation = "fetch_rows"
+    maps: jax.Array
+    """[L, B, hot.width]."""
+    positions: jax.Array
+    """[B, N]."""
+    block_tables: jax.Array
+    """[B, M], of the cache in host memory."""
+    hot: HotMap = field(metadata=STATIC)
+    copied: bool = field(metadata=STATIC)
+    """Whether entries are copied to their rows."""
+
+    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array, jax.Array]:
+        return kernels.fetch_rows(self)
+
+
+@record
+class StoreRows(HotRowsCall[jax.Array]):
+    """Copies the entries of rows to host memory; returns `writes`."""
+
+    operation = "store_rows"
+    slots: jax.Array
+    """[N], of rows."""
+    host_slots: jax.Array
+    """[N], in host memory."""
+
+    def run_on(self, kernels: Kernels) -> jax.Array:
+        return kernels.store_rows(self)
+
+
+# Implementations.
+
+Listed = Mapping[type[Entry], Collection[str]]
+"""Names of formats, by kind of entry."""
+
+
+@dataclass(frozen=True)
+class Support:
+    """What a kernel supports."""
+
+    entries: Listed
+    """The supported formats by kind of entry (exact class); empty if the kernel does not interpret entries.
+
+    Entries that are not listed are unsupported, because a kernel must not guess their byte maps.
+    """
+    unsupported_reasons: Callable[[Any], Iterable[str]] | None
+    """The reasons against a call whose entries are listed; None if all of them are supported."""
+    unavailable_reasons: Callable[[], Iterable[str]] | None
+    """The reasons against every call on this machine; None if the kernel runs on every one."""
+
+    def reasons_against(self, call: Call[Any]) -> list[str]:
+        """The reasons against `call`, apart from those that depend on the machine; empty if it is supported."""
+        unlisted = [reason for entry in call.entries for reason in self._unlisted(entry)]
+        if unlisted or self.unsupported_reasons is None:
+            return unlisted
+        return list(self.unsupported_reasons(call))
+
+    def unavailable(self) -> list[str]:
+        """The reasons against every call on this machine; empty if the kernel can run here."""
+        return list(self.unavailable_reasons()) if self.unavailable_reasons else []
+
+    def _unlisted(self, entry: Entry) -> list[str]:
+        if not self.entries:
+            return []
+        formats = self.entries.get(type(entry))
+        if formats is None:
+            kinds = ", ".join(kind.__name__ for kind in self.entries)
+            return [f"entries of kind {type(entry).__name__}: supports {kinds}"]
+        if entry.format not in formats:
+            return [f"entries of format {entry.format!r}: supports {', '.join(formats)}"]
+        return []
+
+
+def supports[F: Callable[..., Any]](
+    entries: Listed | None = None,
+    unsupported_reasons: Callable[[Any], Iterable[str]] | None = None,
+    unavailable_reasons: Callable[[], Iterable[str]] | None = None,
+) -> Callable[[F], F]:
+    """Declares what a method of `Kernels` supports; the arguments are the fields of `Support`."""
+
+    def declared(method: F) -> F:
+        setattr(method, _SUPPORT, Support(entries or {}, unsupported_reasons, unavailable_reasons))
+        return method
+
+    return declared
+
+
+_SUPPORT = "_support"
+
+
+class Kernels:
+    """The kernels of an implementation.
+
+    A subclass overrides the methods of the operations that it has kernels for, and declares with `supports` which calls
+    they support.  Each method receives a supported call and returns its result; shapes are those of the call's class.
+    """
+
+    transformable = False
+    """Whether the kernels are plain JAX, which `jax.grad` and `jax.vmap` transform."""
+
+    @classmethod
+    def support(cls, operation: str) -> Support | None:
+        """What the kernel of an operation supports; None if there is no kernel."""
+        return getattr(getattr(cls, operation, None), _SUPPORT, None)
+
+    def unsupported_reasons(self, call: Call[Any]) -> list[str]:
+        """The reasons against `call` on every machine; empty if it is supported."""
+        support = self.support(call.operation)
+        if support is None:
+            return [f"has no kernel for {call.operation}"]
+        return support.reasons_against(call)
+
+    def reasons_against(self, call: Call[Any]) -> list[str]:
+        """The reasons against `call` on this machine; empty if it would run."""
+        support = self.support(call.operation)
+        return [*(support.unavailable() if support else ()), *self.unsupported_reasons(call)]
+
+    def write_mla(self, call: WriteMLA) -> jax.Array:
+        raise NotImplementedError
+
+    def write_kv(self, call: WriteKV) -> jax.Array:
+        raise NotImplementedError
+
+    def write_indexer_k(self, call: WriteIndexerK) -> jax.Array:
+        raise NotImplementedError
+
+    def gather_mla(self, call: GatherMLA) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def gather_kv(self, call: GatherKV) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def gather_indexer_k(self, call: GatherIndexerK) -> jax.Array:
+        raise NotImplementedError
+
+    def gather_entries(self, call: GatherEntries) -> jax.Array:
+        raise NotImplementedError
+
+    def plan_decode(self, call: PlanDecode) -> Any:
+        raise NotImplementedError
+
+    def decode_mla(self, call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def decode_kv(self, call: DecodeKV) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def decode_mla_sparse(self, call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def indexer_logits(self, call: IndexerLogits) -> jax.Array:
+        raise NotImplementedError
+
+    def select_topk(self, call: SelectTopk) -> jax.Array:
+        raise NotImplementedError
+
+    def merge_states(self, call: MergeStates) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def write_state(self, call: WriteState) -> jax.Array:
+        raise NotImplementedError
+
+    def read_state(self, call: ReadState) -> dict[str, jax.Array]:
+        raise NotImplementedError
+
+    def copy_blocks(self, call: CopyBlocks) -> jax.Array:
+        raise NotImplementedError
+
+    def read_blocks(self, call: ReadBlocks) -> jax.Array:
+        raise NotImplementedError
+
+    def write_blocks(self, call: WriteBlocks) -> jax.Array:
+        raise NotImplementedError
+
+    def select_experts(self, call: SelectExperts) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def grouped_swiglu(self, call: GroupedSwiglu) -> jax.Array:
+        raise NotImplementedError
+
+    def scaled_linear(self, call: ScaledLinear) -> jax.Array:
+        raise NotImplementedError
+
+    def fetch_rows(self, call: FetchRows) -> tuple[jax.Array, jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def store_rows(self, call: StoreRows) -> jax.Array:
+        raise NotImplementedError
