@@ -1,11 +1,13 @@
 """Static checks of arguments, made once before dispatch.  Kernels assume valid arguments."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from jaxkv.cache import KVCache
 from jaxkv_kernels.addressing.integers import as_int
@@ -31,8 +33,8 @@ class Dims:
     def __getitem__(self, letter: str) -> int:
         return self._lengths[letter]
 
-    def check(self, name: str, array, axes: str, dtypes: tuple[str, ...] = FLOATS):
-        """ValueError unless `array` has the axes `axes` ("B Q H R") and one of `dtypes`."""
+    def check(self, name: str, array: Any, axes: str, dtypes: tuple[str, ...] = FLOATS) -> jax.Array:
+        """`array` as it is; ValueError unless it has the axes `axes` ("B Q H R") and one of `dtypes`."""
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise ValueError(f"`{name}` is a {type(array).__name__}: expected an array [{axes.replace(' ', ', ')}]")
         letters = axes.split()
@@ -49,21 +51,26 @@ class Dims:
                 raise ValueError(f"{problem}, with {letter} at least 1")
         if str(array.dtype) not in dtypes:
             raise ValueError(f"`{name}` has dtype {array.dtype}: expected {' or '.join(dtypes)}")
+        return array
 
-    def check_ints(self, name: str, array, axes: str):
+    def check_ints(self, name: str, array: Any, axes: str) -> None:
         """ValueError unless `array` has the axes `axes` and an integer dtype."""
         self.check(name, array, axes, (str(array.dtype),) if _is_integer(array) else ("int32",))
 
-    def check_running_sum(self, name: str, array):
+    def check_running_sum(self, name: str, array: Any) -> None:
         """ValueError unless `array` holds integers [B + 1]."""
         Dims(**{"B+1": (self["B"] + 1, "one more than the rows of `block_tables`")}).check_ints(name, array, "B+1")
 
 
-def _is_integer(array) -> bool:
+def _is_integer(array: Any) -> bool:
     return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.integer)
 
 
-def int32(array):
+@overload
+def int32(array: ArrayLike) -> jax.Array: ...
+@overload
+def int32(array: None) -> None: ...
+def int32(array: Any) -> Any:
     """Integers as int32.  Values out of range saturate, because wrapped values could be valid slots."""
     if array is None or isinstance(array, jax.ShapeDtypeStruct):
         return array
@@ -76,7 +83,7 @@ def int32(array):
     return jnp.clip(array, max(limits.min, wide.min), min(limits.max, wide.max)).astype(jnp.int32)
 
 
-def computed(function, *args):
+def computed[R](function: Callable[..., R], *args: Any) -> R:
     """`function(*args)`; only its shapes and dtypes if an argument is a `jax.ShapeDtypeStruct` (`explain`)."""
     described = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
     # As for kernels: the user's program may have stricter rules than JAX's default ones.
@@ -84,7 +91,7 @@ def computed(function, *args):
         return jax.eval_shape(function, *args) if described else function(*args)
 
 
-def running_sum(array):
+def running_sum(array: ArrayLike) -> jax.Array:
     """A running sum of lengths as int32, as kernels expect it: no element is below 0 or below an earlier one.
 
     A sum that falls counts as the largest before it, so that a request at which it falls is empty.
@@ -141,17 +148,17 @@ def index_below(name: str, value: Any, count: int, what: str) -> jax.Array:
     return jnp.int32(number)
 
 
-def softmax_scale(scale):
+def softmax_scale(scale: ArrayLike) -> jax.Array:
     """`scale` as a float32 scalar; ValueError unless it is a number."""
     return _floats("scale", scale)
 
 
-def positive_scale(name: str, scale):
+def positive_scale(name: str, scale: ArrayLike) -> jax.Array:
     """`scale` as a float32 scalar; ValueError unless it is a positive number."""
     return _floats(name, scale, positive=True)
 
 
-def static_scale(scale) -> float:
+def static_scale(scale: Any) -> float:
     """`scale` as a Python float; ValueError unless it is a number that is finite in float32."""
     number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
     if not number or not np.isfinite(in_float32(scale)):
@@ -159,7 +166,7 @@ def static_scale(scale) -> float:
     return float(scale)
 
 
-def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
+def entry_scale(name: str, scale: Any, cache: KVCache, *, heads: bool = False) -> jax.Array | None:
     """The scale of entries as float32, scalar or [H]; None for a format without a scale.
 
     ValueError if a scale is missing, or is passed for a format without one.
@@ -182,7 +189,7 @@ def entry_scale(name: str, scale, cache: KVCache, *, heads: bool = False):
     return jnp.broadcast_to(scale, (count,)) if heads and isinstance(scale, jax.Array) else scale
 
 
-def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool = False):
+def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool = False) -> Any:
     """`value` as float32 of `shape`; ValueError unless it holds real numbers, finite and, if `positive`, above 0.
 
     Whether they are finite and positive is checked only for Python and NumPy numbers.
@@ -203,7 +210,7 @@ def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool =
     return jnp.asarray(value, jnp.float32)
 
 
-def in_float32(value) -> np.ndarray:
+def in_float32(value: Any) -> np.ndarray:
     """A number rounded to float32: inf if it is too large, 0 if it is too small.
 
     Subnormal numbers (below 2**-126) also become 0, because devices flush them to 0; a division by one would return
@@ -214,18 +221,18 @@ def in_float32(value) -> np.ndarray:
     return np.where(np.abs(found) < np.finfo(np.float32).tiny, np.float32(0), found)
 
 
-def float_dtype(name: str, dtype):
+def float_dtype(name: str, dtype: Any) -> jnp.dtype:
     """`dtype` as a jnp dtype; ValueError unless it is bfloat16, float16 or float32."""
     try:
         found = jnp.dtype(dtype)
     except TypeError:
         found = None
-    if str(found) not in FLOATS:
+    if found is None or str(found) not in FLOATS:
         raise ValueError(f"`{name}` is {dtype!r}: expected one of {', '.join(FLOATS)}")
     return found
 
 
-def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
+def positive_int(name: str, value: Any, *, below: int | None = 2**31) -> int:
     """`value` as a Python int; ValueError unless it is a positive integer and less than `below` (None for no limit)."""
     number = None if isinstance(value, jax.Array) else as_int(value)
     if number is None or number < 1 or (below is not None and number >= below):
@@ -234,14 +241,14 @@ def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
     return number
 
 
-def static_bool(name: str, value) -> bool:
+def static_bool(name: str, value: Any) -> bool:
     """`value` as a Python bool; ValueError unless it is one, or NumPy's."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"`{name}` is {value!r}: expected True or False (it is static)")
     return bool(value)
 
 
-def window_of(window, causal, capacity: int) -> int | None:
+def window_of(window: Any, causal: Any, capacity: int) -> int | None:
     """`window` as kernels expect it; ValueError unless it is None or, with a causal mask, a positive int of any size.
 
     The result is None if the window can exclude no token: if it is at least `capacity` (the tokens of a block table),
@@ -255,7 +262,7 @@ def window_of(window, causal, capacity: int) -> int | None:
     return window if window < min(capacity, MAX_SLOTS) else None
 
 
-def logit_cap_of(value) -> float | None:
+def logit_cap_of(value: Any) -> float | None:
     """`value` as it is; ValueError unless it is None or a number that, like its inverse, is a normal float32."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 2.0**-126 <= in_float32(value) <= 2.0**126):
@@ -266,7 +273,7 @@ def logit_cap_of(value) -> float | None:
     return value
 
 
-def positive_number(name: str, value) -> float | None:
+def positive_number(name: str, value: Any) -> float | None:
     """`value` as it is; ValueError unless it is None or a positive number (static) that float32 holds."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 0 < in_float32(value) < float("inf")):
@@ -274,7 +281,7 @@ def positive_number(name: str, value) -> float | None:
     return value
 
 
-def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:
+def block_ids(name: str, ids: Any, num_blocks: int, *, distinct: bool = False) -> np.ndarray:
     """`ids` as int32 [n] on the host; ValueError unless all are valid blocks and, with `distinct`, no two are equal."""
     found = np.asarray(ids)
     if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
@@ -288,6 +295,6 @@ def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.
     return found.astype(np.int32)
 
 
-def describe(value) -> str:
+def describe(value: Any) -> str:
     """`value` for a message: arrays by dtype and shape."""
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)

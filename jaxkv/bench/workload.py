@@ -148,7 +148,7 @@ class Workload:
         """What the cache stores."""
         kind = next(iter(_DECLARED[self.operation].entries), jaxkv.MLAEntry)
         if kind is jaxkv.KVEntry:
-            return jaxkv.KVEntry(self.format, head_dim=128)
+            return jaxkv.KVEntry(self.format, head_dim=128)  # type: ignore[arg-type]
         return jaxkv.IndexerEntry() if kind is jaxkv.IndexerEntry else jaxkv.MLAEntry.typical(self.format)
 
     @property

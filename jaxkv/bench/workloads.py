@@ -167,7 +167,7 @@ class Logits(Workload):
     @property
     def entry(self):
         """An indexer key."""
-        return jaxkv.IndexerEntry(self.format)
+        return jaxkv.IndexerEntry(self.format)  # type: ignore[arg-type]
 
     @property
     def value_shapes(self) -> Shapes:

@@ -69,7 +69,9 @@ def test_planned_attention_is_supported_where_the_plan_is(implementation, monkey
         values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
         cache = jaxkv.KVCache(jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype), case.layout)
         args, keywords = case.attention.arguments(cache, values, draw, draw.layer)
-        assert not jaxkv.explain(case.attention.function, *args, **keywords).reasons[implementation], f"seed {seed}: {case}"
+        assert not jaxkv.explain(case.attention.function, *args, **keywords).reasons[implementation], (
+            f"seed {seed}: {case}"
+        )
         dtypes.add((case.layout.entry.input_dtype, case.dtype))
     # Triton also supports queries of another dtype than the entries', and some cases have them.
     assert any(own != dtype for own, dtype in dtypes) == (implementation == "triton")

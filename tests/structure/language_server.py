@@ -4,15 +4,37 @@ import ast
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from urllib.parse import unquote, urlparse
 
 SERVERS = {
-    "pyrefly": [sys.executable, "-m", "pyrefly", "lsp"],
+    "pyrefly": [sys.executable, "-m", "pyrefly", "lsp", "--indexing-mode", "lazy-blocking"],
     "pyright": [sys.executable, "-m", "pyright.langserver", "--stdio"],
 }
+
+
+@dataclass(frozen=True)
+class Step:
+    """A function on a path, and the line in which it calls the next one."""
+
+    code: CodeType
+    line: int
+    through: str = ""
+    """The function of another library that called it, if any."""
+
+    @property
+    def path(self) -> Path:
+        """The file."""
+        return Path(self.code.co_filename)
+
+    @property
+    def name(self) -> str:
+        """The name, with those of the classes and functions around it."""
+        return self.code.co_qualname.replace(".<locals>", "")
 
 
 class LanguageServer:
@@ -45,32 +67,40 @@ class LanguageServer:
         self._notify("exit")
         self._server.wait(timeout=30)
 
-    def follows(self, caller, step) -> str:
-        """How the function of `step` is found from the function of `caller`, which calls it in `caller.line`.
+    def follows(self, path: Sequence[Step], number: int) -> str:
+        """How the function of step `number` is found from the lines in which the steps before it call the next.
 
-        The answer begins with "NOT" if it is not found.
+        The step just before it should name it; an earlier one may have passed it as an argument.  The answer begins
+        with "NOT" if none leads to it.
         """
-        tree = ast.parse(caller.path.read_text())
-        function = _function(tree, caller.code)
+        target = path[number]
+        for before in range(number - 1, -1, -1):
+            passed = "" if before == number - 1 else f", passed by step {before + 1}"
+            if found := self._finds(path[before], target):
+                return found + passed
+        return f"NOT found from line {path[number - 1].line}"
+
+    def _finds(self, caller: Step, step: Step) -> str:
+        """How a step is found from a caller; empty if it is not."""
+        function = _function(ast.parse(caller.path.read_text()), caller.code)
         target = _function(ast.parse(step.path.read_text()), step.code)
         if caller.path == step.path and function.lineno <= target.lineno <= (function.end_lineno or 0):
-            return f"{_label(target)} is defined in it"
-        line = [node for node in ast.walk(_statement(function, caller.line)) if _names(node)]
-        rest = [node for node in ast.walk(function) if _names(node) and node not in line]
-        for nodes, where in ((line, ""), (rest, ", elsewhere in it")):
+            return "defined in the function"
+        line = [node for node in ast.walk(_statement(function, caller.line)) if _name(node)]
+        others = [node for node in ast.walk(function) if _name(node) and node not in line]
+        for nodes, where in ((line, ""), (others, ", elsewhere in the function")):
             for request in ("definition", "implementation"):
                 for node in nodes:
                     for path, number in self._locations(request, caller.path, node):
-                        if path == step.path and _is_at(number, target, step):
-                            return f"{request} of `{_names(node)}`, line {node.end_lineno}{where}"
-        shown = ", ".join(dict.fromkeys(f"`{_names(node)}`" for node in line))
-        return f"NOT found from line {caller.line}: {shown}"
+                        if path == step.path and (role := _role(number, target, step)) is not None:
+                            return f"{request} of `{_name(node)}`{role}, line {node.end_lineno}{where}"
+        return ""
 
     def _locations(self, request: str, path: Path, node: Any) -> Iterator[tuple[Path, int]]:
         """The places that the server returns for a name, with line numbers from 1."""
         self._open(path)
         # Columns of the syntax tree count bytes; sources are ASCII where it matters.
-        position = {"line": node.end_lineno - 1, "character": node.end_col_offset - len(_names(node))}
+        position = {"line": node.end_lineno - 1, "character": node.end_col_offset - len(_name(node))}
         found = self._request(
             f"textDocument/{request}", textDocument={"uri": path.as_uri()}, position=position, optional=True
         )
@@ -128,12 +158,12 @@ class LanguageServer:
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
-def _function(tree: ast.AST, code) -> Function | ast.ClassDef:
+def _function(tree: ast.AST, code: CodeType) -> Function | ast.ClassDef:
     """The syntax of a function.  `co_firstlineno` is the line of its first decorator."""
     inner = None
     for node in ast.walk(tree):
         if isinstance(node, Function):
-            first = min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))])
+            first = _heads(node)[0]
             if first == code.co_firstlineno and getattr(node, "name", "<lambda>") == code.co_name:
                 return node
             if first <= code.co_firstlineno <= (node.end_lineno or 0):
@@ -153,20 +183,24 @@ def _statement(function: ast.AST, line: int) -> ast.AST:
     return min(spans, key=lambda node: (node.end_lineno or 0) - node.lineno, default=function)
 
 
-def _names(node: ast.AST) -> str:
+def _name(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
 
 
-def _label(node: ast.AST) -> str:
-    return f"`{getattr(node, 'name', 'lambda')}`"
+def _role(line: int, target: Any, step: Step) -> str | None:
+    """What is defined in a line, in words that follow a name; None unless it is the function, or leads to it."""
+    if line in _heads(target):
+        return ""
+    for node in ast.walk(ast.parse(step.path.read_text())):
+        if isinstance(node, Function | ast.ClassDef) and line in _heads(node):
+            inside = node.lineno <= target.lineno <= (node.end_lineno or 0)
+            if isinstance(node, ast.ClassDef):
+                made = step.code.co_name in ("__init__", "__post_init__", "__call__", "__enter__")
+                return " (its class)" if made and inside else None
+            return ", which makes it" if inside else None
+    return None
 
 
-def _is_at(line: int, target: Any, step) -> bool:
-    """Whether a line is that of the function, or of the class that a call of creates and initialises."""
-    first = min([target.lineno, *(x.lineno for x in getattr(target, "decorator_list", []))])
-    if first <= line <= target.lineno:
-        return True
-    if step.code.co_name not in ("__init__", "__post_init__", "__call__", "__enter__"):
-        return False
-    classes = (node for node in ast.walk(ast.parse(step.path.read_text())) if isinstance(node, ast.ClassDef))
-    return any(node.lineno == line and target.lineno <= (node.end_lineno or 0) for node in classes)
+def _heads(node: Any) -> range:
+    """The lines of a definition from its first decorator to its name."""
+    return range(min([node.lineno, *(x.lineno for x in getattr(node, "decorator_list", []))]), node.lineno + 1)

@@ -9,7 +9,7 @@ kernel on `triton`, whose package must be installed.
 
 With `--definitions`, a language server (pyrefly or pyright, which must be installed) is asked for the definition, or
 the implementation, of the names in the line of each call.  Where they do not lead to the next step, the other names in
-the function are tried.
+the function are tried, and those in the calls before.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from language_server import SERVERS, LanguageServer
+from language_server import SERVERS, LanguageServer, Step
 
 import jaxkv
 
@@ -57,24 +57,6 @@ class Hopper:
 
 def array(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
-
-
-@dataclass(frozen=True)
-class Step:
-    """A function on a path, and the line in which it calls the next one."""
-
-    code: CodeType
-    line: int
-    through: str = ""
-    """The function of another library that called it, if any."""
-
-    @property
-    def path(self) -> Path:
-        return Path(self.code.co_filename)
-
-    @property
-    def name(self) -> str:
-        return self.code.co_qualname.replace(".<locals>", "")
 
 
 @dataclass
@@ -259,7 +241,7 @@ def report(record: Record, form: str, server: LanguageServer | None) -> bool:
     for number, step in enumerate(record.path):
         found = ""
         if server and number:
-            note = server.follows(record.path[number - 1], step)
+            note = server.follows(record.path, number)
             resolved &= not note.startswith("NOT")
             found = f"   <- {note}"
         through = f"  (through {step.through})" if step.through else ""

@@ -1,10 +1,11 @@
 """Attention of many new tokens to the keys and values in the cache."""
 
 from dataclasses import dataclass
-from typing import Any, override
+from typing import Any, Literal, overload, override
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
@@ -18,6 +19,7 @@ from jaxkv.checks import (
     static_bool,
     static_scale,
 )
+from jaxkv.dispatch import Implementations
 from jaxkv.ops.attention import check_entries
 from jaxkv.ops.composed.parts import CHUNK_BYTES, Context, aligned, sums_from_0
 from jaxkv.ops.gathers import gather_kv
@@ -25,22 +27,56 @@ from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.xla.softmax import with_sinks
 
 
+@overload
 def prefill_kv(
-    q,
-    cache: KVCache,
-    block_tables,
-    seq_lens,
+    q: ArrayLike,
+    cache: KVCache[KVEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
     *,
-    layer,
-    scale,
-    k_scale=None,
-    v_scale=None,
+    layer: ArrayLike,
+    scale: float,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     window: int | None = None,
-    sinks=None,
+    sinks: ArrayLike | None = None,
+    gathered_bytes: int = CHUNK_BYTES,
+    return_lse: Literal[False] = False,
+    implementation: Implementations | None = None,
+) -> jax.Array: ...
+@overload
+def prefill_kv(
+    q: ArrayLike,
+    cache: KVCache[KVEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: float,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    window: int | None = None,
+    sinks: ArrayLike | None = None,
+    gathered_bytes: int = CHUNK_BYTES,
+    return_lse: Literal[True],
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def prefill_kv(
+    q: ArrayLike,
+    cache: KVCache[KVEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: float,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    window: int | None = None,
+    sinks: ArrayLike | None = None,
     gathered_bytes: int = CHUNK_BYTES,
     return_lse: bool = False,
-    implementation=None,
-) -> Any:
+    implementation: Implementations | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Grouped-query or multi-head attention of many new tokens per request, to keys and values that are gathered first.
 
     Up to rounding, the result is that of `decode_kv`, which reads the cache for each few query tokens again.  As there,
@@ -88,7 +124,7 @@ def prefill_kv(
     check_cache(cache, KVEntry)
     return_lse, layout = static_bool("return_lse", return_lse), cache.layout
     dims = Dims(D=(layout.entry.sizes[0], "the entry's head_dim"))
-    dims.check("q", q, "B Q Hq D")
+    q = dims.check("q", q, "B Q Hq D")
     if dims["Hq"] % layout.num_heads:
         raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {layout.num_heads} heads")
     if sinks is not None:
@@ -131,7 +167,7 @@ class _Entries(Context):
 
     @override
     def entries(self, first, counts, total, dtype):
-        options = {**self.options, "total": total, "dtype": dtype, "seq_starts": first}
+        options: dict[str, Any] = {**self.options, "total": total, "dtype": dtype, "seq_starts": first}
         return gather_kv(self.cache, self.block_tables, sums_from_0(counts), **options)
 
     @override

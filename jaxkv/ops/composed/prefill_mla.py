@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, override
+from typing import Any, Literal, overload, override
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
@@ -21,6 +22,7 @@ from jaxkv.checks import (
     static_bool,
     static_scale,
 )
+from jaxkv.dispatch import Implementations
 from jaxkv.ops.attention import check_entries, decode_mla
 from jaxkv.ops.composed.parts import CHUNK_BYTES, Context, InParts, aligned, merged, only_xla, sums_from_0, with_chunks
 from jaxkv.ops.gathers import gather_mla
@@ -78,25 +80,65 @@ def prefers_expansion(q_len: int, dtype, *, latent: int, rope: int, nope: int, v
     return pays and q_len >= (LEAST_WITH_KERNEL if by_kernel else LEAST_ON_GPUS)
 
 
+@overload
 def prefill_mla(
-    q_nope,
-    q_pe,
-    w_uk,
-    w_uv,
-    cache: KVCache,
-    block_tables,
-    seq_lens,
+    q_nope: ArrayLike,
+    q_pe: ArrayLike,
+    w_uk: ArrayLike,
+    w_uv: ArrayLike,
+    cache: KVCache[MLAEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
     *,
-    layer,
-    scale,
-    kv_scale=None,
-    cu_q_lens=None,
+    layer: ArrayLike,
+    scale: float,
+    kv_scale: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
+    num_decodes: int = 0,
+    plan: DecodePlan | None = None,
+    expanded_bytes: int = CHUNK_BYTES,
+    return_lse: Literal[False] = False,
+    implementation: Implementations | None = None,
+) -> jax.Array: ...
+@overload
+def prefill_mla(
+    q_nope: ArrayLike,
+    q_pe: ArrayLike,
+    w_uk: ArrayLike,
+    w_uv: ArrayLike,
+    cache: KVCache[MLAEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: float,
+    kv_scale: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
+    num_decodes: int = 0,
+    plan: DecodePlan | None = None,
+    expanded_bytes: int = CHUNK_BYTES,
+    return_lse: Literal[True],
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def prefill_mla(
+    q_nope: ArrayLike,
+    q_pe: ArrayLike,
+    w_uk: ArrayLike,
+    w_uv: ArrayLike,
+    cache: KVCache[MLAEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: float,
+    kv_scale: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
     num_decodes: int = 0,
     plan: DecodePlan | None = None,
     expanded_bytes: int = CHUNK_BYTES,
     return_lse: bool = False,
-    implementation=None,
-) -> Any:
+    implementation: Implementations | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Multi-head latent attention of many new tokens per request, with keys and values expanded per head.
 
     For each head h, key = (W_UK[h] @ kv_c, k_pe) and value = W_UV[h] @ kv_c; score = (q_nope . W_UK[h] @ kv_c + q_pe .
@@ -162,10 +204,10 @@ def prefill_mla(
     check_cache(cache, MLAEntry)
     dims, dtype = mla_dims(cache), (str(getattr(q_nope, "dtype", None)),)
     rows = "B Q" if cu_q_lens is None else "T"
-    dims.check("q_nope", q_nope, f"{rows} H N")
-    dims.check("q_pe", q_pe, f"{rows} H P", dtype)
-    dims.check("w_uk", w_uk, "H N R", dtype)
-    dims.check("w_uv", w_uv, "H V R", dtype)
+    q_nope = dims.check("q_nope", q_nope, f"{rows} H N")
+    q_pe = dims.check("q_pe", q_pe, f"{rows} H P", dtype)
+    w_uk = dims.check("w_uk", w_uk, "H N R", dtype)
+    w_uv = dims.check("w_uv", w_uv, "H V R", dtype)
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
     scale = static_scale(scale)
@@ -208,7 +250,7 @@ class _Latents(Context):
     @override
     def entries(self, first, counts, total, dtype):
         runs = sums_from_0(counts)
-        options = {**self.options, "total": total, "dtype": dtype, "seq_starts": first}
+        options: dict[str, Any] = {**self.options, "total": total, "dtype": dtype, "seq_starts": first}
         return gather_mla(self.cache, self.block_tables, runs, **options)
 
     @override
