@@ -1,7 +1,7 @@
 """Static checks of arguments, made once before dispatch.  Kernels assume valid arguments."""
 
 from collections.abc import Callable
-from typing import Any, overload
+from typing import Any, cast, overload
 
 import jax
 import jax.numpy as jnp
@@ -10,23 +10,25 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxkv.cache import KVCache
-from jaxkv_kernels.addressing.integers import as_int
-from jaxkv_kernels.addressing.slots import MAX_SLOTS
+from jaxkv_kernels.addressing import MAX_SLOTS
 from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.integers import as_int
 
 FLOATS = ("bfloat16", "float16", "float32")
 MAY_BE_EMPTY = ("T", "n", "P")
 """Axes that may have length 0: T new tokens, n blocks and P values of a rotary part.  All other axes must have at least
-one element."""
+one element, but for those that an operation allows to be empty."""
 
 
 class Dims:
     """The lengths of axes by letter.  The first array with an axis sets its length; later arrays must have the same.
 
     `known` lengths are set from the start.  Each comes with a phrase that explains in messages where it comes from.
+    Besides axes `MAY_BE_EMPTY`, those of `may_be_empty` may have length 0.
     """
 
-    def __init__(self, **known: tuple[int, str]):
+    def __init__(self, *may_be_empty: str, **known: tuple[int, str]):
+        self._may_be_empty = (*MAY_BE_EMPTY, *may_be_empty)
         self._lengths = {name: length for name, (length, _) in known.items()}
         self._sources = {name: source for name, (_, source) in known.items()}
 
@@ -47,7 +49,7 @@ class Dims:
             if self._lengths.setdefault(letter, length) != length:
                 raise ValueError(f"{problem} ({letter} is {self._sources[letter]})")
             self._sources.setdefault(letter, f"that of `{name}`")
-            if not length and not letter.startswith(MAY_BE_EMPTY):
+            if not length and not letter.startswith(self._may_be_empty):
                 raise ValueError(f"{problem}, with {letter} at least 1")
         if str(array.dtype) not in dtypes:
             raise ValueError(f"`{name}` has dtype {array.dtype}: expected {' or '.join(dtypes)}")
@@ -112,7 +114,7 @@ def check_cache[E: Entry](cache: KVCache, *kinds: type[E], name: str = "cache") 
         raise ValueError(f"`{name}` stores {layout.entry}: this operation takes a cache of {wanted}")
     if getattr(buffer, "shape", None) != (layout.size,) or buffer.dtype != layout.dtype:
         raise ValueError(f"`{name}.buffer` is {describe(buffer)}: expected its layout's {layout.dtype}[{layout.size}]")
-    return layout.entry
+    return cast(E, layout.entry)
 
 
 def mla_dims(cache: KVCache) -> Dims:
@@ -189,7 +191,7 @@ def entry_scale(name: str, scale: Any, cache: KVCache, *, heads: bool = False) -
     return jnp.broadcast_to(scale, (count,)) if heads and isinstance(scale, jax.Array) else scale
 
 
-def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool = False) -> Any:
+def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool = False) -> jax.Array:
     """`value` as float32 of `shape`; ValueError unless it holds real numbers, finite and, if `positive`, above 0.
 
     Whether they are finite and positive is checked only for Python and NumPy numbers.
@@ -202,7 +204,7 @@ def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool =
     if not real or getattr(value, "shape", ()) != shape:
         raise ValueError(f"`{name}` is {describe(value)}: expected a number, or a float scalar array")
     if isinstance(value, jax.ShapeDtypeStruct):
-        return value
+        return cast(jax.Array, value)  # described, not computed: `explain`
     if isinstance(value, int | float | np.generic | np.ndarray):
         known = in_float32(value)
         if not np.all(np.isfinite(known)) or (positive and not np.all(known > 0)):

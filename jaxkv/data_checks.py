@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import checkify
 
-from jaxkv_kernels.addressing.entry_rows import load_entries
-from jaxkv_kernels.addressing.slots import table_tokens
+from jaxkv_kernels.addressing import load_entries, table_tokens
 
 # The value is part of the keys of jit's caches, so a function that was traced without checks is traced again with them.
 _checking = jax.make_user_context(default_value=False)

@@ -12,8 +12,8 @@ from jax.custom_batching import sequential_vmap
 
 from jaxkv_kernels.calls import Call, Kernels
 from jaxkv_kernels.gradients import without_gradients
-from jaxkv_kernels.mosaic_gpu.runtime import available as hopper
-from jaxkv_kernels.triton.runtime import available as ampere
+from jaxkv_kernels.mosaic_gpu.runtime import device as hopper
+from jaxkv_kernels.triton import available as ampere
 from jaxkv_kernels.xla.kernels import XLA
 
 _log = logging.getLogger("jaxkv")
@@ -35,6 +35,10 @@ class Backend:
     """Imports its kernels."""
     unavailable_reasons: Callable[[], list[str]]
     """The reasons why none of its kernels runs on this machine, found without importing them; empty if some do."""
+
+    def runs(self, call: Call[Any]) -> bool:
+        """Whether it would run `call` on this machine."""
+        return not self.unavailable_reasons() and not self.kernels().reasons_against(call)
 
 
 @cache
@@ -87,12 +91,17 @@ def choose(call: Call[Any], implementation: str | Sequence[str] | None) -> Backe
         raise Captured(call)
     requested = _requested(implementation)
     for backend in requested:
-        if not backend.unavailable_reasons() and not backend.kernels().reasons_against(call):
+        if backend.runs(call):
             if implementation is None:
                 _warn_of_slower(call, backend)
             return backend
     found = "; ".join(f"{each.name}: {', '.join(each.kernels().reasons_against(call))}" for each in requested)
     raise NotImplementedError(f"{call.operation}: none of the requested implementations supports this call ({found})")
+
+
+def has_kernel(call: Call[Any]) -> bool:
+    """Whether an implementation other than the last one, which is plain JAX, would run `call` on this machine."""
+    return any(backend.runs(call) for backend in BACKENDS[:-1])
 
 
 def run_on[Result](backend: Backend, call: Call[Result]) -> Result:

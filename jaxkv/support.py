@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jaxkv.dispatch import BACKENDS
+from jaxkv import dispatch
 from jaxkv.ops import OPERATIONS
 from jaxkv.ops.operation import Operation, Sample
 from jaxkv_kernels.calls import Call
@@ -48,7 +48,7 @@ def explain(operation: Callable[..., Any], *args, **kwargs) -> Explanation:
       ValueError: the arguments are wrong, as in the call.
     """
     call = call_of(operation, *args, **kwargs)
-    reasons = {backend.name: tuple(backend.kernels().reasons_against(call)) for backend in BACKENDS}
+    reasons = {backend.name: tuple(backend.kernels().reasons_against(call)) for backend in dispatch.BACKENDS}
     return Explanation(call.operation, reasons)
 
 
@@ -73,14 +73,14 @@ def support_matrix() -> str:
     The table is the same on every machine.  A column shows what the implementation supports on the devices that it is
     for.
     """
-    names = [f"`{backend.name}` ({backend.devices})" for backend in BACKENDS]
+    names = [f"`{backend.name}` ({backend.devices})" for backend in dispatch.BACKENDS]
     lines = [f"| operation | {' | '.join(names)} |", "|---" * (len(names) + 1) + "|"]
     for operation in OPERATIONS:
         for variant in ("", *operation.variants):
-            cells: dict[str, dict[str, None]] = {backend.name: {} for backend in BACKENDS}
+            cells: dict[str, dict[str, None]] = {backend.name: {} for backend in dispatch.BACKENDS}
             for entry_format, args, kwargs in operation.samples(variant):
                 call = operation.call(*args, **kwargs)
-                for backend in BACKENDS:
+                for backend in dispatch.BACKENDS:
                     if not backend.kernels().unsupported_reasons(call):
                         cells[backend.name][entry_format or "any"] = None
             row = (", ".join(formats) or "-" for formats in cells.values())
@@ -112,7 +112,7 @@ def _byte_map(entry: Entry) -> str:
     if not entry.split:
         found = [
             f"[{part.offset}, {part.offset + part.nbytes}) {part.name}, {part.count} {part.dtype}"
-            for part in entry.parts()
+            for part in entry.fields()
         ]
         return "; ".join([*found, *["value = stored * scale, which the caller keeps"] * entry.codec.scaled])
     found = []

@@ -1,6 +1,7 @@
-"""The time in which a call's kernels run on a GPU, without the gaps between them."""
+"""The time in which a call's kernels run on a GPU, without the gaps between them, and what these kernels compute."""
 
 import math
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -15,6 +16,19 @@ from jaxkv.terminal.streams import notice
 
 COPIES = "Memcpy", "Memset"
 """Prefixes of the names of events that are not kernels."""
+
+KINDS = {
+    "experts": r"experts_",
+    "collectives": r"nccl|psum|all_?(reduce|gather|to_?all)",
+    "attention": r"^_?(decode|plan|indexer|select|attend|combine|merge)_?|sdpa|fmha|flash|topk_",
+    "products": r"gemm|gemv|nvjet|cutlass|cublas|split_?k|dot|linear_",
+}
+"""What a kernel computes, by a pattern that its name contains.  The first that fits is its kind.
+
+Products are those of dense weights, by XLA, cuBLAS or `scaled_linear`.  Small sums over devices are parts of XLA's
+fusions.  Kernels that fit none are "others": XLA's fusions, among which are its products of a weight and a single
+token, and copies of entries.
+"""
 
 Span = tuple[str, float, float]
 """A kernel's name, start and end; times in nanoseconds."""
@@ -123,3 +137,33 @@ def _added(spans: Iterable[Span]) -> Iterator[float]:
     for _, begin, end in spans:
         yield max(end - max(begin, ended), 0.0)
         ended = max(ended, end)
+
+
+def kind(kernel: str) -> str:
+    """The kind of the kernel of that name."""
+    found = (name for name, pattern in KINDS.items() if re.search(pattern, kernel, re.IGNORECASE))
+    return next(found, "others")
+
+
+def by_kind(kernels: Iterable[tuple[str, float]]) -> dict[str, float]:
+    """The seconds of each kind of kernel, of (name, seconds) of each kernel; without kinds that take none."""
+    found = dict.fromkeys([*KINDS, "others"], 0.0)
+    for name, took in kernels:
+        found[kind(name)] += took
+    return {name: took for name, took in found.items() if took}
+
+
+def shares(kernels: Iterable[tuple[str, float]], seconds: float) -> dict[str, float]:
+    """The seconds of each kind of kernel, and of "gaps", in a step that takes `seconds`.
+
+    `kernels` are those of `KernelTimes`.  Their times come from a profile, and `seconds` from a run without one.
+    """
+    found = by_kind(kernels)
+    gaps = seconds - sum(found.values())
+    return {**found, "gaps": gaps} if gaps > 0 else found
+
+
+def describe_shares(found: dict[str, float], seconds: float) -> str:
+    """One line: milliseconds and percentage of each share."""
+    parts = (f"{name} {1e3 * took:.3f} ms ({took / seconds:.0%})" for name, took in found.items())
+    return ", ".join(parts)

@@ -2,12 +2,14 @@
 
 Each layer stores the latent and the indexer's key of a new token per request, scores all cached keys, selects the
 tokens with the highest scores, and attends to them.  The projections around it and the feed-forward are left out.
-Latents and keys of all layers share the blocks of one buffer, which is donated and updated in place.
+Latents and keys of all layers share the blocks of one buffer, which is donated and updated in place.  This is
+`jaxkv bench ops --sparse-step`.
 """
 
+import argparse
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from statistics import median
 from typing import Any, NamedTuple
@@ -21,8 +23,13 @@ import jaxkv
 from jaxkv.bench.inputs import PATTERN_BLOCKS, random_buffer, random_values
 from jaxkv.bench.kernel_times import kernels_of
 from jaxkv.bench.timing import REST_SECONDS, SUSTAINED_SECONDS, Ceilings
-from jaxkv.bench.workload import Shapes, Workload, with_fitting_layers
-from jaxkv.bench.workloads import workload
+from jaxkv.bench.workload import Shapes, Workload, with_fitting_layers, workload
+from jaxkv.terminal.files import write_json
+from jaxkv.terminal.formatting import size
+from jaxkv.terminal.memory import device_memory
+
+MEMORY_FRACTION = 0.93
+"""The fraction of the device's memory that the only cache may use.  If not all layers fit, fewer are timed."""
 
 LATENT, KEY = jaxkv.MLAEntry("fp8_ds_mla"), jaxkv.IndexerEntry()
 
@@ -142,6 +149,10 @@ class SparseStep:
         return cache, out
 
 
+SMALL_STEP = SparseStep(requests=2, tokens=1024, layers=4, heads=16, indexer_heads=16, chosen=256)
+"""What is timed on CPUs."""
+
+
 @dataclass(frozen=True)
 class Kernel:
     """A kernel of the step."""
@@ -229,3 +240,25 @@ def _per_layer(kernels: tuple[tuple[str, float], ...], layers: int) -> tuple[Ker
         seconds.setdefault(name, []).append(took)
     found = (Kernel(name, len(each) / layers, sum(each) / layers) for name, each in seconds.items())
     return tuple(sorted(found, key=lambda kernel: -kernel.seconds))
+
+
+def report(args: argparse.Namespace, about: dict[str, Any], device: jax.Device, ceilings: Ceilings) -> int:
+    """Prints the times of a step's layers, of their kernels and of their limits; `about` is written with them."""
+    wanted = SMALL_STEP if device.platform == "cpu" else SparseStep()
+    step = wanted.fitted(int(MEMORY_FRACTION * device_memory(device)))
+    found, limits = measure(step, repeats=args.repeats, implementation=args.implementation), step.limits(ceilings)
+    print(
+        f"DeepSeek V3.2's attention of {step.requests} requests x {step.tokens:,} tokens with {step.heads} heads, in "
+        f"{step.layers} layers of one cache of {size(found.cache_nbytes)} (and {size(found.temporary_nbytes)})"
+    )
+    print(f"us per layer: burst {1e6 * found.burst:.2f}, sustained {1e6 * found.sustained:.2f}", end="")
+    print(f", the sum of limits {1e6 * sum(limits.values()):.2f}\n\n   limit")
+    for operation, seconds in limits.items():
+        print(f"{1e6 * seconds:8.2f} {operation}")
+    if found.kernels:
+        print(f"\nkernels: {1e6 * sum(kernel.seconds for kernel in found.kernels):.2f}")
+    for kernel in found.kernels or ():
+        print(f"{1e6 * kernel.seconds:8.2f} {kernel.name} ({kernel.per_layer:g} per layer)")
+    if args.json:
+        write_json(args.json, {**about, "step": asdict(step), "limits": limits, "seconds_per_layer": asdict(found)})
+    return 0

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
-from jaxkv.bench.workload import Workload
-from jaxkv.bench.workloads import workload
+from jaxkv.bench.workload import Workload, workload
 
 MLA_LAYERS = 61
 """The number of layers of DeepSeek V3."""

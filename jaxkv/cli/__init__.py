@@ -1,22 +1,41 @@
-"""The command line: `jaxkv demo`, `generate`, `verify`, `bench`, `step`, `ttft`, `serve-bench`, `offload`,
-`hot-rows`, `parallel`, `doctor`, `layout`, `matrix`.
+"""The command line: `jaxkv demo`, `generate`, `verify`, `doctor`, `layout`, `matrix` and `bench`.
+
+`jaxkv bench` has a subcommand for each kind of measurement.
 """
 
 import argparse
-import importlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import ModuleType
 
 import jax
 
 import jaxkv
+from jaxkv.bench import hot_rows, offload, ops, parallel, serve, step, ttft
+from jaxkv.cli import demo, doctor, generate, layout, matrix, verify
 from jaxkv.terminal import streams
 
-COMMANDS = (
-    "demo", "generate", "verify", "bench", "step", "ttft", "serve-bench", "offload", "hot-rows", "parallel",
-    "doctor", "layout", "matrix",
-)  # fmt: skip
+COMMANDS = {
+    "demo": demo,
+    "generate": generate,
+    "verify": verify,
+    "doctor": doctor,
+    "layout": layout,
+    "matrix": matrix,
+}
+"""Commands by name: modules with a docstring, `add_arguments(parser)` and `run(args) -> int`."""
+
+BENCHMARKS = {
+    "ops": ops,
+    "step": step,
+    "serve": serve,
+    "ttft": ttft,
+    "offload": offload,
+    "hot-rows": hot_rows,
+    "parallel": parallel,
+}
+"""The subcommands of `jaxkv bench`, likewise."""
 
 MISTAKES = (ValueError, ImportError, OSError, NotImplementedError, MemoryError)
 """Exceptions of user errors, which are reported in one line.  Other exceptions are bugs and keep their traceback."""
@@ -44,13 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="jaxkv", description="Paged KV caches for JAX, with explicit strides.")
     parser.add_argument("--version", action="version", version=f"jaxkv {jaxkv.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
-    for name in COMMANDS:
-        module = importlib.import_module(f"jaxkv.cli.{name.replace('-', '_')}")
-        summary = (module.__doc__ or "").splitlines()[0]
-        command = commands.add_parser(name, help=summary, description=summary)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add(commands, COMMANDS)
+    summary = "Time operations, whole models and transfers on this machine."
+    bench = commands.add_parser("bench", help=summary, description=summary)
+    _add(bench.add_subparsers(metavar="SUBCOMMAND", required=True), BENCHMARKS)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     args.argv = argv  # recorded with measurements
@@ -69,7 +86,16 @@ def _run(argv: Sequence[str] | None) -> int:
     except Exception:
         if not (message := _without_device()):
             raise
-    raise SystemExit(f"jaxkv {args.command}: {' '.join(message.split())}")
+    raise SystemExit(f"{args.prog}: {' '.join(message.split())}")
+
+
+def _add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", modules: Mapping[str, ModuleType]) -> None:
+    """Adds a command for each of `modules`."""
+    for name, module in modules.items():
+        summary = (module.__doc__ or "").splitlines()[0]
+        command = commands.add_parser(name, help=summary, description=summary)
+        module.add_arguments(command)
+        command.set_defaults(run=module.run, prog=command.prog)
 
 
 def _show_warning(message, *_, **__) -> None:

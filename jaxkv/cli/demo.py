@@ -16,8 +16,8 @@ import numpy as np
 from jax import lax
 
 import jaxkv
-from jaxkv.cli.options import positive
 from jaxkv.terminal.memory import require_memory
+from jaxkv.terminal.options import positive
 from jaxkv.terminal.progress import progress
 
 LAYERS, HEADS, LATENT, ROPE, HIDDEN = 27, 16, 512, 64, 64

@@ -14,20 +14,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import jax
 
 import jaxkv
+from jaxkv import models, serving
 from jaxkv.checks import FLOATS
-from jaxkv.cli.options import add_entry_format, positive, seed
 from jaxkv.terminal.memory import nbytes, require_memory
+from jaxkv.terminal.options import add_entry_format, positive, seed
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
 from jaxkv.terminal.token_text import IdStream, TextStream, reported
-
-if TYPE_CHECKING:
-    from jaxkv.serving import Engine, Request, SpeculativeEngine
 
 Stream = IdStream | TextStream
 
@@ -67,9 +64,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Streams the continuations; returns 1 if one of them ended because its logits are NaN."""
-    # Imported here, because the other commands need neither the models nor safetensors.
-    from jaxkv import models, serving
-
     if not args.prompts:
         raise ValueError("no prompt: give --prompt or --ids")
     encode, stream = _tokenizer(Path(args.model))
@@ -190,7 +184,9 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
     return encode, partial(TextStream, tokenizer)
 
 
-def _pieces(engine: "Engine | SpeculativeEngine", request: "Request", stream: Stream) -> Iterator[str]:
+def _pieces(
+    engine: serving.Engine | serving.SpeculativeEngine, request: serving.Request, stream: Stream
+) -> Iterator[str]:
     """Yields the text of a request as it grows.  The engine serves the other requests at the same time."""
     shown = 0
     while True:

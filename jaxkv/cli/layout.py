@@ -3,8 +3,8 @@
 import argparse
 
 import jaxkv
-from jaxkv.cli.options import output_file, positive
 from jaxkv.terminal.files import named
+from jaxkv.terminal.options import output_file, positive
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from jaxkv_kernels.formats.entries import Entry
-from jaxkv_kernels.formats.format import Part
+from jaxkv_kernels.formats.format import Field
 
 SHOWN = 8
 """Axes of up to this many steps are shown in full; of longer ones the first three and the last."""
@@ -57,7 +57,7 @@ def page_contents(entry: Entry) -> str:
     return ", then ".join(f"all {_region_name(region)}" for region in entry.regions())
 
 
-def _region_name(region: Sequence[Part]) -> str:
+def _region_name(region: Sequence[Field]) -> str:
     """The names of a region's parts, without padding unless it has nothing else."""
     return " and ".join([part.name for part in region if part.name != "padding"] or ["padding"])
 
@@ -199,7 +199,7 @@ class _View:
         return [axis for axis in self.about.axes if axis.count > 1 or axis.name in ("block", "layer")]
 
     @cached_property
-    def regions(self) -> list[tuple[Part, ...]]:
+    def regions(self) -> list[tuple[Field, ...]]:
         """The parts of a split page, by region."""
         return self.about.entry.regions(self.about.block_size)
 
@@ -229,7 +229,7 @@ class _View:
     def pieces(self, depth: int, start: int) -> list[Piece]:
         """The pieces from `start` on: the steps of an axis, the parts of an entry, or the contents of a split page."""
         if depth == len(self.axes):
-            return _parts([part for part in self.about.entry.parts() if part.offset < self.run], start, self.name)
+            return _parts([part for part in self.about.entry.fields() if part.offset < self.run], start, self.name)
         axis = self.axes[depth]
         if not self.is_split_page(depth):
             return _items(axis, start, self.span(depth + 1), self.name)
@@ -305,14 +305,14 @@ def _items(axis: Axis, start: int, span: int, group: str = "") -> list[Piece]:
     return [*map(item, head), *middle, *map(item, tail)]
 
 
-def _tokens(region: Sequence[Part], count: int, page: int, group: str) -> list[Piece]:
+def _tokens(region: Sequence[Field], count: int, page: int, group: str) -> list[Piece]:
     """A region of each of the `count` tokens of the split page that begins at `page`."""
     first = region[0]
     step = first.step or 0
     return _items(Axis("token", count, step), page + first.offset, step, group)
 
 
-def _parts(parts: Sequence[Part], start: int, group: str) -> list[Piece]:
+def _parts(parts: Sequence[Field], start: int, group: str) -> list[Piece]:
     """Parts of one token, of the entry or the split page that begins at `start`."""
     return [
         Piece(
@@ -328,7 +328,7 @@ def _parts(parts: Sequence[Part], start: int, group: str) -> list[Piece]:
     ]
 
 
-def _wholes(regions: Sequence[Sequence[Part]], count: int, page: int, group: str) -> list[Piece]:
+def _wholes(regions: Sequence[Sequence[Field]], count: int, page: int, group: str) -> list[Piece]:
     """Regions of the split page of `count` tokens that begins at `page`."""
     return [
         Piece(

@@ -13,11 +13,9 @@ from jax.typing import DTypeLike
 from jaxkv.layout.describe import Axis, Description, page_contents, table
 from jaxkv.layout.draw import draw, svg
 from jaxkv.layout.overlap import overlapping_entries
-from jaxkv_kernels.addressing.integers import as_int
-from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.addressing.row_view import entry_view
-from jaxkv_kernels.addressing.slots import MAX_SLOTS
+from jaxkv_kernels.addressing import MAX_SLOTS, Pages, entry_view
 from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.integers import as_int
 
 Order = Literal["LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -267,7 +265,7 @@ class CacheLayout[E: Entry]:
         """ValueError if keys and values lie apart, and the entry is not just a key and a value of the same size."""
         if not strides.part:
             return
-        parts = [(part.name, part.nbytes) for part in self.entry.parts()]
+        parts = [(part.name, part.nbytes) for part in self.entry.fields()]
         if self.entry.split or [name for name, _ in parts] != ["K", "V"] or parts[0][1] != parts[1][1]:
             raise ValueError(
                 f"`strides.part` is {strides.part}: expected 0 for {self.entry}, as only keys and values of equal "

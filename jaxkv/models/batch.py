@@ -1,4 +1,4 @@
-"""What every layer needs to know about the new tokens."""
+"""Metadata of attention for one step."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from jaxkv.ops.slots import slots_for
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Part:
+class SubBatch:
     """B requests with Q new tokens each, aligned to the end, which attend in one call."""
 
     seq_lens: jax.Array
@@ -40,8 +40,8 @@ class Part:
     """(B, Q)."""
 
     @classmethod
-    def of(cls, model: Model, cache: KVCache, seq_lens, tables, slot_mapping) -> "Part":
-        """Makes the part from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
+    def of(cls, model: Model, cache: KVCache, seq_lens, tables, slot_mapping) -> "SubBatch":
+        """Makes the sub-batch from the arguments of `prefill`; `slot_mapping` is [B, Q]."""
         q_len = slot_mapping.shape[1]
         expanded = not model.parallel.divides_tokens and _prefers_expansion(model, q_len)
         plan = window_plan = None
@@ -72,8 +72,8 @@ class Part:
 class Batch:
     """The new tokens of a step.
 
-    Layers process arrays [B, Q, ...] if the step has one part, and [1, T, ...], with the tokens of all parts one after
-    the other, if it has several.
+    Layers process arrays [B, Q, ...] if the step has one sub-batch, and [1, T, ...], with the tokens of all
+    sub-batches one after the other, if it has several.
     """
 
     cos: jax.Array
@@ -83,7 +83,7 @@ class Batch:
     """int32 [B * Q], the slots of the new tokens in this device's cache."""
     positions: jax.Array
     """int32, the shape of the tokens: their positions; negative for padding."""
-    parts: tuple[Part, ...]
+    sub_batches: tuple[SubBatch, ...]
 
     query_scales: jax.Array | None = None
     """float32, the shape of the tokens: the factors of the queries of MLA; None if the model has none."""
@@ -98,7 +98,7 @@ class Batch:
 
     @classmethod
     def of(cls, model: Model, cache: KVCache, batches: Sequence[tuple[Any, Any, Any]]) -> "Batch":
-        """Makes the batch from `seq_lens`, the block tables by name and `slot_mapping` [B, Q] of each part."""
+        """Makes the batch from `seq_lens`, the block tables by name and `slot_mapping` [B, Q] of each sub-batch."""
         slots = jnp.concatenate([slot_mapping.reshape(-1) for *_, slot_mapping in batches])
         config, positions = model.config, []
         for seq_lens, _, slot_mapping in batches:
@@ -110,7 +110,7 @@ class Batch:
             *rope.angles(config.rope, config.attention.rotary_dim, positions),
             model.parallel.slots(slots, cache.layout),
             jnp.where(joined([slot_mapping for *_, slot_mapping in batches]) < 0, -1, positions),
-            tuple(Part.of(model, cache, *batch) for batch in batches),
+            tuple(SubBatch.of(model, cache, *batch) for batch in batches),
             None if scale is None else rope.query_scales(scale, positions),
         )
 
@@ -118,27 +118,29 @@ class Batch:
         """The slots of the new tokens, int32 [B * Q], in a table of blocks with `block_size` tokens."""
         positions = self.divided(self.positions)
         slots = [
-            slots_for(part.tables[table], mine, block_size=block_size)
-            for part, mine in zip(self.parts, positions, strict=True)
+            slots_for(sub_batch.tables[table], mine, block_size=block_size)
+            for sub_batch, mine in zip(self.sub_batches, positions, strict=True)
         ]
         return joined(slots).reshape(-1)
 
     def divided(self, x) -> list[jax.Array]:
-        """The arrays [B, Q, ...] of the parts, of an array that layers process."""
-        if len(self.parts) == 1:
+        """The arrays [B, Q, ...] of the sub-batches, of an array that layers process."""
+        if len(self.sub_batches) == 1:
             return [x]
-        ends = np.cumsum([rows * columns for rows, columns in (part.shape for part in self.parts)])
+        ends = np.cumsum([rows * columns for rows, columns in (sub_batch.shape for sub_batch in self.sub_batches)])
         pieces = jnp.split(x, ends[:-1], axis=1)
-        return [piece.reshape(*part.shape, *x.shape[2:]) for piece, part in zip(pieces, self.parts, strict=True)]
+        return [piece.reshape(*sub.shape, *x.shape[2:]) for piece, sub in zip(pieces, self.sub_batches, strict=True)]
 
     def attend(self, attention: Callable[..., jax.Array], *arrays) -> jax.Array:
-        """Calls `attention(part, *arrays)` for each part with its [B, Q, ...] of the arrays; joins the results."""
+        """Calls `attention(sub_batch, *arrays)` for each sub-batch with its [B, Q, ...] of the arrays; joins the
+        results.
+        """
         divided = zip(*map(self.divided, arrays), strict=True)
-        return joined([attention(part, *mine) for part, mine in zip(self.parts, divided, strict=True)])
+        return joined([attention(sub, *mine) for sub, mine in zip(self.sub_batches, divided, strict=True)])
 
 
 def joined(arrays: Sequence[jax.Array]) -> jax.Array:
-    """The array that layers process, of the arrays [B, Q, ...] of the parts."""
+    """The array that layers process, of the arrays [B, Q, ...] of the sub-batches."""
     if len(arrays) == 1:
         return arrays[0]
     return jnp.concatenate([array.reshape(1, -1, *array.shape[2:]) for array in arrays], axis=1)

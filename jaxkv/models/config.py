@@ -1,9 +1,10 @@
 """The configuration of a model, from the `config.json` of a Hugging Face checkpoint."""
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 from jaxkv.models.json_object import JsonObject
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
@@ -217,7 +218,7 @@ class CompressedAttention:
 
     def key_entry(self, entry_format: str) -> IndexerEntry:
         """The entry of the indexer's compressed keys beside entries of that format."""
-        return IndexerEntry.beside(entry_format, self.indexer.head_dim)
+        return IndexerEntry.for_latents(entry_format, self.indexer.head_dim)
 
 
 @dataclass(frozen=True)
@@ -266,9 +267,22 @@ class DeltaNet:
         )
 
 
+class Reader(Protocol):
+    """The part of a `Family` that reads a configuration."""
+
+    @property
+    def read(self) -> "Callable[[JsonObject], ModelConfig]":
+        """Converts the keys of `config.json`."""
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The configuration of a model; static and hashable.  Most names are those of `config.json`."""
+
+    family_of: ClassVar[Callable[[JsonObject], Reader]]
+    """Returns the family of a `config.json`.  Families make configurations, so this module cannot import them:
+    `families/__init__.py` sets this function.
+    """
 
     architecture: str
     vocab_size: int
@@ -351,9 +365,7 @@ class ModelConfig:
 
         The family checks the keys that its models depend on, and ignores all others.
         """
-        from jaxkv.models.families import family_of  # imported here, because families import this module
-
-        config = family_of(fields).read(fields)
+        config = cls.family_of(fields).read(fields)
         return replace(config, stop_tokens=_stop_tokens(fields, generation, config.vocab_size))
 
 

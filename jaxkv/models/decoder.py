@@ -50,8 +50,8 @@ def step(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KVCache, ja
     Raises:
       ValueError: a shape or dtype is wrong, or the cache is not of the model's layout.
     """
-    cache, parts = _forward(_last_tokens, model, cache, batches)
-    return cache, head(model, jnp.concatenate([x[:, -1] for x in parts]))
+    cache, outputs = _forward(_last_tokens, model, cache, batches)
+    return cache, head(model, jnp.concatenate([x[:, -1] for x in outputs]))
 
 
 def prefill(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping) -> tuple[KVCache, jax.Array]:
@@ -146,7 +146,7 @@ def _layers(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.A
     batches = [NewTokens(*group) for group in batched(arrays, len(NewTokens._fields))]
     batch = Batch.of(model, cache, [new[1:] for new in batches])
     cache, x, batch = _run(model, cache, batches, batch, model.params["layers"])
-    return cache, tuple(batch.divided(FAMILIES[model.config.architecture].leave(model, x)))
+    return cache, tuple(batch.divided(FAMILIES[model.config.architecture].unembed(model, x)))
 
 
 def _last_tokens(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[jax.Array, ...]]:
@@ -164,7 +164,7 @@ def _last_tokens(model: Model, cache: KVCache, *arrays) -> tuple[KVCache, tuple[
     layer = jnp.int32(len(first))
     weights, cache = lax.optimization_barrier((weights, cache))
     cache = store(model, weights, x, cache, batch, layer)
-    x = joined([part[:, -1:] for part in batch.divided(x)])
+    x = joined([mine[:, -1:] for mine in batch.divided(x)])
     batch = Batch.of(model, cache, [(*new[1:3], new.slot_mapping[:, -1:]) for new in batches])
     cache, _, x = FAMILIES[model.config.architecture].block(model, weights, x, cache, batch, layer)
     return cache, tuple(batch.divided(x))
@@ -177,7 +177,7 @@ def _run(model: Model, cache: KVCache, batches, batch: Batch, layers) -> tuple[K
     family = FAMILIES[model.config.architecture]
     block = jax.jit(partial(family.block, model))
     batch = replace(batch, ids=joined([new.tokens for new in batches]))
-    x = family.enter(model, model.params["embed"][batch.ids])
+    x = family.embed(model, model.params["embed"][batch.ids])
     for layer, weights in enumerate(layers):
         # On CPUs, XLA may convert bf16 weights to float32: never those of all layers at once, but one layer ahead.
         weights, cache = lax.optimization_barrier((weights, cache))

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.addressing.integers import as_int
 from jaxkv_kernels.formats.bits import ordered_bits
+from jaxkv_kernels.integers import as_int
 
 MOST = float(jnp.finfo(jnp.float32).max)
 """Temperatures are float32 on the device."""

@@ -9,10 +9,9 @@ that stops half-way raises `LoadFailed`.  A damaged file raises `DamagedBlock`; 
 
 from jaxkv.offload.block_file import DamagedBlock
 from jaxkv.offload.disk import DiskPool
-from jaxkv.offload.host import HostPool, LoadFailed
+from jaxkv.offload.host import HostPool, LoadFailed, Stats
 from jaxkv.offload.hot_rows import HostEntries, HotRows
 from jaxkv.offload.keys import prefix_keys
-from jaxkv.offload.stats import Stats
 
 __all__ = [
     "DamagedBlock",

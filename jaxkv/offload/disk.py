@@ -26,7 +26,7 @@ from jaxkv.offload.block_file import (
     write_block,
 )
 from jaxkv.offload.keys import MAX_KEY_BYTES, checked_key
-from jaxkv.offload.rows import Layout, row_of
+from jaxkv.offload.transfers import Layout, row_of
 
 BLOCK, DAMAGED = ".block", ".damaged"
 """Suffixes of the files of blocks, and of damaged files."""

@@ -4,8 +4,9 @@ import time
 import warnings
 from collections import ChainMap, Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 
 import jax
@@ -15,11 +16,9 @@ from jaxkv.cache import KVCache
 from jaxkv.checks import block_ids, positive_int
 from jaxkv.offload import transfers
 from jaxkv.offload.block_file import DamagedBlock
-from jaxkv.offload.chunks import Chunk, Chunks
 from jaxkv.offload.disk import DiskPool
 from jaxkv.offload.keys import checked_key, checked_keys
-from jaxkv.offload.rows import Layout, check_exchange, read_rows, row_of, write_rows
-from jaxkv.offload.stats import Stats
+from jaxkv.offload.transfers import HostArray, Layout, check_exchange, read_rows, row_of, write_rows
 
 CHUNK_BYTES = 2**26
 """The most bytes per transfer: enough to reach the full rate."""
@@ -43,6 +42,114 @@ class LoadFailed(RuntimeError):
     def __init__(self, message: str, cache: KVCache):
         super().__init__(message)
         self.cache = cache
+
+
+@dataclass
+class Stats:
+    """Counts since the pool was made.  They count blocks, unless the name ends in bytes or seconds.
+
+    An engine looks up prefixes itself, so hits and misses stay 0 here; see its `prefix_stats`.  Transfers between
+    device and host are asynchronous and are not timed here; `jaxkv bench offload` measures them.
+    """
+
+    stored: int = 0
+    """Blocks copied from a cache to host memory."""
+    stored_bytes: int = 0
+    rejected: int = 0
+    """Blocks that were not stored, because all memory was held."""
+    loaded: int = 0
+    """Blocks copied from host memory to a cache, including those that came from disk."""
+    loaded_bytes: int = 0
+    host_hits: int = 0
+    """Keys that `matched` found in host memory."""
+    disk_hits: int = 0
+    """Keys that `matched` found on disk only."""
+    misses: int = 0
+    """Keys passed to `matched` that it did not count, because they or earlier ones were missing."""
+    evicted: int = 0
+    """Blocks removed from host memory to make room."""
+    written: int = 0
+    """Blocks written from host memory to disk."""
+    written_bytes: int = 0
+    write_seconds: float = 0.0
+    """Time of writes, which run in the background."""
+    read: int = 0
+    """Blocks read from disk to host memory."""
+    read_bytes: int = 0
+    read_seconds: float = 0.0
+    damaged: int = 0
+    """Damaged files that were found on disk.  They are kept under another name."""
+
+    @property
+    def write_rate(self) -> float:
+        """Bytes/s written to disk; 0 before the first write."""
+        return self.written_bytes / self.write_seconds if self.written else 0.0
+
+    @property
+    def read_rate(self) -> float:
+        """Bytes/s read from disk; 0 before the first read."""
+        return self.read_bytes / self.read_seconds if self.read else 0.0
+
+
+@dataclass(eq=False)
+class Chunk:
+    """Blocks that are transferred as one array, because every transfer costs the host about 50 us whatever its size."""
+
+    keys: tuple[bytes, ...]
+    rows: HostArray
+    """[len(keys), E]."""
+    written: Future | None = None
+    """The write to disk; None without a disk pool."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether the chunk has arrived in host memory, so that reading it does not wait."""
+        return isinstance(self.rows, np.ndarray) or self.rows.is_ready()  # type: ignore[missing-attribute]
+
+
+class Chunks:
+    """A mapping from keys of blocks to the chunks that hold them.  A chunk is added and removed as a whole."""
+
+    def __init__(self):
+        self._places: dict[bytes, tuple[Chunk, int]] = {}
+        self._chunks: dict[Chunk, None] = {}
+        """Least recently used first."""
+
+    def __len__(self) -> int:
+        """The number of blocks in all chunks."""
+        return len(self._places)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._places
+
+    def __iter__(self) -> Iterator[Chunk]:
+        """Chunks, least recently used first."""
+        return iter(self._chunks)
+
+    def place(self, key: bytes) -> tuple[Chunk, int]:
+        """The chunk of a block and its row there.  KeyError if no chunk has it."""
+        return self._places[key]
+
+    def add(self, chunk: Chunk) -> None:
+        """Adds a chunk; none of its blocks may be in another chunk."""
+        self._chunks[chunk] = None
+        self._places.update((key, (chunk, row)) for row, key in enumerate(chunk.keys))
+
+    def remove(self, chunk: Chunk) -> None:
+        """Removes a chunk if it is present, also if an interrupted `add` or `remove` has left only a part of it."""
+        if chunk in self._chunks:
+            for key in chunk.keys:
+                if key in self._places and self._places[key][0] is chunk:
+                    del self._places[key]
+            del self._chunks[chunk]
+
+    def use(self, keys: Iterable[bytes]) -> None:
+        """Marks blocks of a prompt as used, the first one most recently, because the others are useless without it."""
+        for key in reversed(list(keys)):
+            if key in self._places:
+                chunk, _ = self._places[key]
+                del self._chunks[chunk]
+                self._chunks[chunk] = None
 
 
 class HostPool:

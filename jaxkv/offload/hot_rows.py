@@ -11,14 +11,13 @@ from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, block_ids, check_cache, describe, int32, layer_index, positive_int
 from jaxkv.dispatch import run
 from jaxkv.layout.layout import CacheLayout
-from jaxkv.offload.rows import read_rows
+from jaxkv.offload.transfers import read_rows
 from jaxkv.ops.slots import slots_for
 from jaxkv.ops.writes import write_mla
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing.hot_map import HotMap
-from jaxkv_kernels.addressing.slots import MAX_SLOTS
+from jaxkv_kernels.addressing import MAX_SLOTS
 from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.host_memory import HostMemory
+from jaxkv_kernels.hot_rows import HostMemory, HotMap
 
 
 class HostEntries:

@@ -29,7 +29,7 @@ from jaxkv.ops.plan import DecodePlan, Shape, check_plan, groups_of, run_planned
 from jaxkv.ops.ragged_queries import Arrangement, arrange
 from jaxkv.ops.samples import PAGED, sample_options, sample_queries
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing.slots import slots_for
+from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.xla.softmax import with_sinks
 

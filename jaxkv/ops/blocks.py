@@ -18,8 +18,7 @@ from jaxkv.layout.packed import PackedLayout, Table
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import array
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.addressing.rows import read_entries, write_entries
+from jaxkv_kernels.addressing import Pages, read_entries, write_entries
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry

@@ -15,7 +15,7 @@ from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_o
 from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv.ops.slots import slots_for
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing.slots import lengths_in_table
+from jaxkv_kernels.addressing import lengths_in_table
 from jaxkv_kernels.formats.entries import IndexerEntry
 
 
@@ -64,8 +64,8 @@ def _logits_call(
     max_len: int,
 ) -> calls.IndexerLogits:
     """The call of `indexer_logits`, whose arguments it checks."""
-    check_cache(cache, IndexerEntry)
-    dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
+    entry = check_cache(cache, IndexerEntry)
+    dims = Dims(D=(entry.sizes[0], "the entry's head_dim"))
     q = dims.check("q", q, "B Q Hi D", (*FLOATS, "float8_e4m3fn"))
     weights = dims.check("weights", weights, "B Q Hi")
     dims.check_ints("block_tables", block_tables, "B M")
@@ -81,7 +81,7 @@ def _logits_call(
         weights=weights,
         buffer=cache.buffer,
         pages=pages,
-        entry=cache.layout.entry,
+        entry=entry,
         block_tables=block_tables,
         seq_lens=seq_lens,
         layer=layer,

@@ -15,7 +15,7 @@ from jaxkv.ops.operation import Operation
 from jaxkv.ops.ragged_queries import Groups, arrange
 from jaxkv.ops.samples import HEADS, PAGED
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 
 
@@ -113,10 +113,10 @@ def plan_decode(
       NotImplementedError: none of the requested implementations supports the cache and the queries, or, with
         `batch_invariant`, can be batch-invariant on them.
     """
-    check_cache(cache, MLAEntry, KVEntry)
+    entry: MLAEntry | KVEntry = check_cache(cache, MLAEntry, KVEntry)
     if (cu_q_lens is None) != (total is None):
         raise ValueError(f"`total` is {total!r}: expected the number of query tokens with `cu_q_lens`, otherwise None")
-    num_heads, pages, entry = positive_int("num_heads", num_heads), cache.layout.pages, cache.layout.entry
+    num_heads, pages = positive_int("num_heads", num_heads), cache.layout.pages
     known = {"Hq": (num_heads, "`num_heads`")}
     if total is not None:
         known["T"] = (positive_int("total", total), "`total`")

@@ -35,8 +35,8 @@ def grouped_swiglu(
 
     Args:
       x: tokens [T, D].
-      experts: int [T, K], the ids of each token's experts.  Ids outside [0, E) are skipped; a token whose ids are all
-        skipped gets 0.
+      experts: int [T, K], the ids of each token's experts; K may be 0 if there is a `shared` expert.  Ids outside
+        [0, E) are skipped; a token whose ids are all skipped gets 0.
       weights: float32 [T, K], the weight of each chosen expert.
       gate: [E, I, D], of the dtype of `x`, as checkpoints store the weight of each expert; or a `TileScaled` of that
         shape, for weights in float8.
@@ -58,7 +58,7 @@ def grouped_swiglu(
     Raises:
       ValueError: a shape or dtype is wrong.
     """
-    dims = Dims()
+    dims = Dims(*(() if shared is None else ("K",)))
     x = dims.check("x", x, "T D")
     dims.check_ints("experts", experts, "T K")
     weights = dims.check("weights", weights, "T K", ("float32",))

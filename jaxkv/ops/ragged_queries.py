@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from jaxkv import data_checks
 from jaxkv.checks import Dims, computed, int32, running_sum, static_bool
-from jaxkv_kernels.addressing.slots import lengths_in_table
+from jaxkv_kernels.addressing import lengths_in_table
 
 TILE_ROWS = 64
 """Rows of a tile of queries in GPU kernels."""

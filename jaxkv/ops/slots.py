@@ -4,7 +4,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jaxkv.checks import Dims, describe, int32, positive_int, running_sum
-from jaxkv_kernels.addressing import slots
+from jaxkv_kernels import addressing
 
 
 def slots_for(block_tables: ArrayLike, positions: ArrayLike, *, block_size: int) -> jax.Array:
@@ -32,7 +32,7 @@ def slots_for(block_tables: ArrayLike, positions: ArrayLike, *, block_size: int)
         raise ValueError(f"`positions` is {describe(positions)}: expected int32 [B, ...]")
     dims.check_ints("positions", positions, " ".join(["B", *(f"n{i}" for i in range(1, len(shape)))]))
     block_size = positive_int("block_size", block_size)
-    return slots.slots_for(int32(block_tables), int32(positions), block_size=block_size)
+    return addressing.slots_for(int32(block_tables), int32(positions), block_size=block_size)
 
 
 def ragged_slots(
@@ -70,7 +70,7 @@ def ragged_slots(
     dims.check_running_sum("cu_seq_lens", cu_seq_lens)
     if seq_starts is not None:
         dims.check_ints("seq_starts", seq_starts, "B")
-    return slots.ragged_slots(
+    return addressing.ragged_slots(
         int32(block_tables),
         running_sum(cu_seq_lens),
         total=positive_int("total", total),

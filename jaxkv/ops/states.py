@@ -41,8 +41,7 @@ def write_state(
     Raises:
       ValueError: a name, shape, dtype or static layer is wrong.
     """
-    check_cache(cache, StateEntry)
-    shapes = cache.layout.entry.shapes
+    shapes = check_cache(cache, StateEntry).shapes
     if not isinstance(states, Mapping) or set(states) != set(shapes):
         found = sorted(states) if isinstance(states, Mapping) else type(states).__name__
         raise ValueError(f"`states` is {found}: expected a mapping with the arrays {', '.join(shapes)}")

@@ -5,7 +5,7 @@ parallelism.  All return a `Request` from `submit`, and yield each new token wit
 """
 
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.prefix_stats import PrefixCacheStats
+from jaxkv.serving.prefix import PrefixCacheStats
 from jaxkv.serving.replicas import Replicas
 from jaxkv.serving.request import Request
 from jaxkv.serving.speculative import AcceptanceStats, SpeculativeEngine

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxkv.cache import KVCache
 from jaxkv.serving.pool import BlockPool
-from jaxkv.serving.prefix import BELOW, Prefix
+from jaxkv.serving.prefix import OFFLOADED, Prefix
 from jaxkv.serving.request import ABSENT, Held, Request
 from jaxkv.serving.table import TableKind
 from jaxkv.serving.tiers import Tiers
@@ -70,8 +70,8 @@ class BlockTables:
             for table in self.tables
         )
 
-    def takes(self, request: Request, prefix: Prefix, end: int) -> int:
-        """The number of free blocks that `join` and `own` take for that."""
+    def blocks_to_join(self, request: Request, prefix: Prefix, end: int) -> int:
+        """The number of free blocks that `join` and `ensure_writable` take for that."""
         kept = sum(not self.pool.is_free(block) for block in prefix.on_device)
         return self.count(request, prefix, end) - kept + prefix.copied
 
@@ -87,8 +87,8 @@ class BlockTables:
         """Whether a running request has the blocks for a step that ends at token `end`."""
         return all(end <= len(request.held[table.name].blocks) * table.block_size for table in self.tables)
 
-    def lacks(self, request: Request, end: int) -> int:
-        """The number of free blocks that `own` takes: for new blocks, and for copies of shared ones."""
+    def missing_blocks(self, request: Request, end: int) -> int:
+        """The number of free blocks that `ensure_writable` takes: for new blocks, and for copies of shared ones."""
         count = 0
         for table in self.tables:
             blocks = request.held[table.name].blocks
@@ -96,7 +96,7 @@ class BlockTables:
                 count += index >= len(blocks) or blocks[index] == ABSENT or self.pool.is_shared(blocks[index])
         return count
 
-    def own(self, cache: KVCache, request: Request, end: int) -> KVCache:
+    def ensure_writable(self, cache: KVCache, request: Request, end: int) -> KVCache:
         """Gives a request its own blocks for a step that ends at token `end`: new ones, and copies of shared ones."""
         for table in self.tables:
             blocks = request.held[table.name].blocks
@@ -142,7 +142,7 @@ class BlockTables:
         covered: set[int] = set()
         for table in self.tables:
             for index, block in enumerate(prefix.blocks[table.name]):
-                if block == BELOW:
+                if block == OFFLOADED:
                     contents[request.keys_of(table.name)[index]] = self.pool.take()
                     covered.update(range(index * table.block_size, (index + 1) * table.block_size))
         try:

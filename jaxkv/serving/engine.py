@@ -23,10 +23,9 @@ from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, ends_engine
 from jaxkv.serving.block_tables import BlockTables
 from jaxkv.serving.pool import BlockPool
-from jaxkv.serving.prefix import Prefix
-from jaxkv.serving.prefix_stats import PrefixCacheStats
+from jaxkv.serving.prefix import Prefix, PrefixCacheStats
 from jaxkv.serving.request import Request, stop_tokens, token_ids
-from jaxkv.serving.step_inputs import NOTHING, Choices, Rows, Span, Spans
+from jaxkv.serving.step_inputs import NOTHING, Choices, InputBatch, Schedule, Span
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
 
@@ -56,7 +55,8 @@ class Engine(EngineBase):
     If the layout of the model's cache has several block tables, a request has blocks of each.  Blocks that lie before
     the window of their table are released while the request runs, and can still be found by their content.  A state
     (`StateEntry`) is stored where a step ends.  So that this is the end of a block, where other requests can use the
-    state, chunks end there too; and a step processes only one chunk of a request.
+    state, chunks end there too; and a step processes only one chunk of a request.  Choose `chunk` as long as a step may
+    take, and `max_chunks` as many as prompts should be prefilled together.
 
     Args:
       model: from `jaxkv.models.load`.
@@ -233,10 +233,10 @@ class Engine(EngineBase):
     @override
     def _step(self):
         # Launches a step, and reads the previous one.
-        if spans := self.plan():
-            self.cache, logits = self._layers(self.model, self.cache, self.last, *self.batches(spans))
-            self.launched(spans, logits)
-        self.read(behind=spans is not None)
+        if schedule := self.schedule():
+            self.cache, logits = self._layers(self.model, self.cache, self.last, *self.batches(schedule))
+            self.launched(schedule, logits)
+        self.read(behind=schedule is not None)
 
     @override
     def _release(self, error):
@@ -255,7 +255,7 @@ class Engine(EngineBase):
         An interrupt does not wait for the compiler.
         """
         self.check_usable()
-        inputs = [self.batches(NOTHING), self.batches(NOTHING, chunks=True)]
+        inputs = [self.batches(NOTHING), self.batches(NOTHING, prefill=True)]
         lowered = [self._layers.lower(self.model, self.cache, self.last, *batches) for batches in inputs]
         for batches in inputs:
             rows = sum(len(batch.seq_lens) for batch in batches)
@@ -266,7 +266,7 @@ class Engine(EngineBase):
         self._run_without_requests(inputs)
 
     @ends_engine
-    def _run_without_requests(self, inputs: Sequence[list[Rows]]) -> None:
+    def _run_without_requests(self, inputs: Sequence[list[InputBatch]]) -> None:
         for batches in inputs:
             self.cache, logits = self._layers(self.model, self.cache, self.last, *batches)
             self.warm_up_after(logits)
@@ -282,7 +282,7 @@ class Engine(EngineBase):
     # engines of several devices.
 
     @ends_engine
-    def plan(self) -> Spans | None:
+    def schedule(self) -> Schedule | None:
         """The tokens that the next step processes, for which requests have blocks then; None if there are none."""
         for request in list(self.running):
             if request.place >= 0 and request.missing and not self.tables.has_blocks_up_to(request, self._end(request)):
@@ -292,21 +292,21 @@ class Engine(EngineBase):
             room -= self._chunks_of(joined)
         decoded = [Span.of(request, request.cached, 1) for request in self.running if request.missing == 1]
         chunks = self._chunks()
-        return Spans(chunks, decoded) if chunks or decoded else None
+        return Schedule(chunks, decoded) if chunks or decoded else None
 
-    def batches(self, spans: Spans, *, chunks: bool = False) -> list[Rows]:
-        """The inputs of a step on these tokens.  It has rows for chunks if there are any, or if `chunks`."""
+    def batches(self, schedule: Schedule, *, prefill: bool = False) -> list[InputBatch]:
+        """The inputs of a step: decode rows, after prefill rows if there are any or if `prefill` forces them."""
         sizes = {"tables": self.tables.arrays, "block_size": self.block_size}
-        rows = [Rows.of(spans.decoded, self.max_requests, 1, **sizes)]
-        if spans.chunks or chunks:
-            rows = [Rows.of(spans.chunks, self.max_chunks, self.chunk, **sizes), *rows]
-        return rows
+        batches = [InputBatch.of(schedule.decode, self.max_requests, 1, **sizes)]
+        if schedule.prefill or prefill:
+            batches = [InputBatch.of(schedule.prefill, self.max_chunks, self.chunk, **sizes), *batches]
+        return batches
 
     @ends_engine
-    def launched(self, spans: Spans, logits) -> None:
+    def launched(self, schedule: Schedule, logits) -> None:
         """Samples the tokens of a step on these tokens, given the logits of its rows, and takes note of it."""
         first = len(logits) - self.max_requests
-        rows = {**dict(enumerate(spans.chunks)), **dict(enumerate(spans.decoded, first))}
+        rows = {**dict(enumerate(schedule.prefill)), **dict(enumerate(schedule.decode, first))}
         greedy = all(span.request.sampling.temperature == 0 for span in rows.values())
         drawn = self._sample(self._likeliest if greedy else self._draw, logits, rows)
         drawn.copy_to_host_async()
@@ -393,10 +393,10 @@ class Engine(EngineBase):
             if prefix.awaited:
                 return None
             end = self._end(request, prefix.tokens)
-            if not self._places or self.tables.takes(request, prefix, end) > self.pool.num_free:
+            if not self._places or self.tables.blocks_to_join(request, prefix, end) > self.pool.num_free:
                 if not self._preempt_for(request, prefix):
                     return None
-            elif prefix.is_below:  # all blocks that can be loaded are on the device then
+            elif prefix.is_offloaded:  # all blocks that can be loaded are on the device then
                 self.cache, loaded = self.tables.load(self.cache, request, prefix)
                 self.prefix_stats.loaded += loaded
             else:
@@ -408,7 +408,7 @@ class Engine(EngineBase):
         request.cached = request.filled = prefix.tokens
         self.prefix_stats.tokens += len(request.tokens)
         self.prefix_stats.found += prefix.tokens
-        self.cache = self.tables.own(self.cache, request, self._end(request))
+        self.cache = self.tables.ensure_writable(self.cache, request, self._end(request))
         return request
 
     def _preempt_for(self, request: Request, prefix: Prefix) -> bool:
@@ -436,10 +436,10 @@ class Engine(EngineBase):
 
     def _make_room(self, request: Request) -> None:
         """Takes the blocks for a running request's next step; preempts the most recent requests if none is free."""
-        while request.place >= 0 and self.tables.lacks(request, self._end(request)) > self.pool.num_free:
+        while request.place >= 0 and self.tables.missing_blocks(request, self._end(request)) > self.pool.num_free:
             self._preempt()
         if request.place >= 0:
-            self.cache = self.tables.own(self.cache, request, self._end(request))
+            self.cache = self.tables.ensure_writable(self.cache, request, self._end(request))
 
     def _leave(self, request: Request) -> None:
         """Removes a request from the batch and releases its blocks."""

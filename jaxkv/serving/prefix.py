@@ -1,4 +1,4 @@
-"""`Prefix`: the cached part of a request, and the blocks that hold it."""
+"""`Prefix`: the cached part of a request, and the blocks that hold it; and counters of prefix reuse."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ from jaxkv.serving.request import ABSENT, Request
 from jaxkv.serving.table import TableKind
 from jaxkv.serving.tiers import Tiers
 
-BELOW = -2
+OFFLOADED = -2
 """Stands for a block id if the content is not on the device, but in host memory or on disk."""
 
 
@@ -21,7 +21,7 @@ class Prefix:
     tokens: int
     """Length of the prefix.  It excludes the request's last token, whose logits must be computed."""
     blocks: Mapping[str, list[int]]
-    """The blocks of each table that hold the prefix: ids on the device, `BELOW`, or `ABSENT` if it is not needed."""
+    """The blocks of each table that hold the prefix: ids on the device, `OFFLOADED`, or `ABSENT` if not needed."""
     copied: int = 0
     """How many blocks must be copied, because the request will write to them and others hold them."""
     awaited: bool = False
@@ -54,18 +54,30 @@ class Prefix:
                 shared = donor.blocks[end // table.block_size]
                 return cls(end + common[donor], {table.name: [*known[table.name].leading(), shared]}, copied=1)
         written = (blocks[table.name][index : index + 1] for table in tables for index in [tokens // table.block_size])
-        copied = sum(block[0] not in (BELOW, ABSENT) and not pool.is_free(block[0]) for block in written if block)
+        copied = sum(block[0] not in (OFFLOADED, ABSENT) and not pool.is_free(block[0]) for block in written if block)
         return cls(tokens, blocks, copied)
 
     @property
     def on_device(self) -> list[int]:
         """The ids of blocks on the device."""
-        return [block for found in self.blocks.values() for block in found if block not in (BELOW, ABSENT)]
+        return [block for found in self.blocks.values() for block in found if block not in (OFFLOADED, ABSENT)]
 
     @property
-    def is_below(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether blocks must be loaded."""
-        return any(BELOW in found for found in self.blocks.values())
+        return any(OFFLOADED in found for found in self.blocks.values())
+
+
+@dataclass
+class PrefixCacheStats:
+    """Counts tokens of requests when they join the batch.  A preempted request counts again when it rejoins."""
+
+    tokens: int = 0
+    """All tokens of these requests."""
+    found: int = 0
+    """Tokens whose entries were found, so that they were not computed."""
+    loaded: int = 0
+    """Found tokens whose blocks were loaded from host memory or disk; the others were on the device."""
 
 
 class _Known:
@@ -79,12 +91,12 @@ class _Known:
         return len(self._keys)
 
     def find(self, index: int) -> int:
-        """The id of the block with the content of block number `index`, `BELOW`, or `ABSENT` if there is none."""
+        """The id of the block with the content of block number `index`, `OFFLOADED`, or `ABSENT` if there is none."""
         if not 0 <= index < len(self._keys):
             return ABSENT
         block = self._pool.find(self._keys[index])
         if block is None:
-            return BELOW if self._keys[index] in self._tiers else ABSENT
+            return OFFLOADED if self._keys[index] in self._tiers else ABSENT
         return block
 
     def leading(self) -> list[int]:
@@ -92,7 +104,7 @@ class _Known:
         return list(takewhile(lambda block: block != ABSENT, map(self.find, range(len(self)))))
 
     def blocks(self, table: TableKind, tokens: int) -> list[int]:
-        """The blocks that the request needs after `tokens` tokens, behind those that it does not need."""
+        """Block ids of the prefix of `tokens` tokens; ABSENT before the window."""
         needed = table.needed(tokens)
         return [ABSENT] * needed.start + list(map(self.find, needed))
 

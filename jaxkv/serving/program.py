@@ -16,7 +16,7 @@ from jaxkv.cache import KVCache
 from jaxkv.models import sampling
 from jaxkv.models.decoder import step
 from jaxkv.models.model import Model
-from jaxkv.serving.step_inputs import Choices, Rows
+from jaxkv.serving.step_inputs import Choices, InputBatch
 
 
 def compile_all(programs: Iterable[Lowered]) -> None:
@@ -31,9 +31,9 @@ def compile_all(programs: Iterable[Lowered]) -> None:
         threads.shutdown(wait=False, cancel_futures=True)
 
 
-def run_layers(model: Model, cache: KVCache, last, *batches: Rows) -> tuple[KVCache, jax.Array]:
+def run_layers(model: Model, cache: KVCache, last, *batches: InputBatch) -> tuple[KVCache, jax.Array]:
     """The cache and the logits of each row of all batches, given the last tokens of running requests by place."""
-    return step(model, cache, *[rows.new_tokens(last) for rows in batches])
+    return step(model, cache, *[batch.new_tokens(last) for batch in batches])
 
 
 def likeliest(logits, last, choices: Choices) -> tuple[jax.Array, jax.Array]:

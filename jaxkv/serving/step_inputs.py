@@ -29,19 +29,19 @@ class Span(NamedTuple):
         return cls(request, start, end, end == request.length)
 
 
-class Spans(NamedTuple):
+class Schedule(NamedTuple):
     """What a step processes."""
 
-    chunks: list[Span]
+    prefill: list[Span]
     """Chunks of prompts."""
-    decoded: list[Span]
+    decode: list[Span]
     """The last tokens of requests whose prompts are complete."""
 
 
-NOTHING = Spans([], [])
+NOTHING = Schedule([], [])
 
 
-class Rows(NamedTuple):
+class InputBatch(NamedTuple):
     """A batch with one row per span; NumPy arrays on the host, JAX arrays inside a program."""
 
     tokens: Any
@@ -58,7 +58,7 @@ class Rows(NamedTuple):
     @classmethod
     def of(
         cls, spans: Sequence[Span], count: int, columns: int, *, tables: Mapping[str, np.ndarray], block_size: int
-    ) -> "Rows":
+    ) -> "InputBatch":
         """The tokens of the spans, at most `columns` each, in `count` rows.  Rows without a span are empty.
 
         `tables` are the block tables of running requests by place, int32 [places, M], by name.  Slots are those of the

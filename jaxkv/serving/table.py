@@ -32,8 +32,9 @@ class TableKind:
         return range(first // self.block_size, self.up_to(tokens))
 
     def is_needed_after(self, every: int, block: int) -> bool:
-        """Whether a request that has a multiple of `every` tokens, or all but the last of them, needs this block to go
-        on.
+        """Whether a prefix ending at a multiple of `every` reads this block.
+
+        The last token of the prefix may be computed again, so that the block before it is read, too.
         """
         end = -(-(block + 1) * self.block_size // every) * every
         return block >= self.needed(end - 1).start

@@ -1,1 +1,1 @@
-"""Helpers that the commands share: messages, progress bars, streams, result files, and checks of memory."""
+"""Helpers that the commands share: options, messages, progress bars, streams, result files, and checks of memory."""

@@ -19,11 +19,11 @@ from typing import Any, ClassVar, dataclass_transform
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.hot_map import HotMap
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
+from jaxkv_kernels.hot_rows import HotMap
 from jaxkv_kernels.tile_scaled import TileScaled
 
 STATIC = {"static": True}

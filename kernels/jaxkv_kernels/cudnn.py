@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
+from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA, unavailable_reasons
 from jaxkv_kernels.xla.expanded import owners
 
 LEAST_VERSION = 91000

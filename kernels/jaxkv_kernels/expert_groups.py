@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 
 FEW = 2048
-"""Up to so many choices, all pairs are compared."""
+"""The most choices of which all pairs are compared."""
 BLOCK = 512
-"""If there are more, choices whose pairs are compared."""
+"""With more choices, the size of the blocks in which all pairs are compared."""
 
 
 class Groups(NamedTuple):

@@ -1,11 +1,10 @@
 """`ExtraSlots`, the second cache of a sparse decode."""
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 
-from jaxkv_kernels.addressing.pages import Pages
+from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
 
 
@@ -14,13 +13,13 @@ from jaxkv_kernels.formats.entries import MLAEntry
 class ExtraSlots:
     """Entries of another cache that query tokens attend to as well, in the same softmax."""
 
-    buffer: Any
-    slots: Any
+    buffer: jax.Array
+    slots: jax.Array
     """int32 [B, Q, K]."""
-    counts: Any
-    """int32 [B, Q], or None."""
-    layer: Any
-    kv_scale: Any
+    counts: jax.Array | None
+    """int32 [B, Q]; None if all slots are used."""
+    layer: jax.Array
+    kv_scale: jax.Array | None
     """float32 scalar, or None for formats without a scale."""
     pages: Pages = field(metadata={"static": True})
     entry: MLAEntry = field(metadata={"static": True})

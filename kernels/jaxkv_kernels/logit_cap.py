@@ -1,7 +1,6 @@
 """Logit caps: scores become cap * tanh(score / cap)."""
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +20,7 @@ def capped(scores: jax.Array, cap: float) -> jax.Array:
     return jnp.where(jnp.abs(scores) < cap * 2.0**-13, scores, cap * jnp.tanh(scores / cap))
 
 
-def too_large(options: Mapping[str, Any]) -> Iterator[str]:
+def too_large(cap: float | None) -> Iterator[str]:
     """Yields a reason if the cap is too large for kernels that compute tanh from a power of two."""
-    cap = options.get("logit_cap")
     if cap is not None and cap > LARGEST_BY_POWERS:
         yield f"`logit_cap` of {cap}: supports at most {LARGEST_BY_POWERS}, because of the error of its tanh"

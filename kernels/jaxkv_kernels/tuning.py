@@ -6,7 +6,7 @@ best one found on the devices that its definition names.  Another one is used wi
     with using(KVConfig(stages=2)):
         jaxkv.decode_kv(...)
 
-`jaxkv bench --tune` tries the values that a configuration's `SEARCH` lists for each field.
+`jaxkv bench ops --tune` tries the values that a configuration's `SEARCH` lists for each field.
 """
 
 from collections.abc import Iterator

@@ -36,7 +36,7 @@ from jax.experimental import io_callback
 import jaxkv
 import jaxkv.models
 from jaxkv.models.config import GQA, MLA, CompressedAttention
-from jaxkv.models.parallel.one_device import OneDevice
+from jaxkv.models.parallel.base import OneDevice
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests" / "data" / "models"
@@ -287,12 +287,12 @@ def errors(kind: Kind, formats: list[str]) -> dict[str, list[float]]:
 @contextmanager
 def index_keys(form: str) -> Iterator[None]:
     """All indexers' keys have this format, whatever that of the latents is."""
-    beside = jaxkv.IndexerEntry.beside
-    jaxkv.IndexerEntry.beside = classmethod(lambda cls, latents, head_dim: cls(form, head_dim))
+    beside = jaxkv.IndexerEntry.for_latents
+    jaxkv.IndexerEntry.for_latents = classmethod(lambda cls, latents, head_dim: cls(form, head_dim))
     try:
         yield
     finally:
-        jaxkv.IndexerEntry.beside = beside
+        jaxkv.IndexerEntry.for_latents = beside
 
 
 def different_tokens(kind: Kind, family: str, form: str) -> tuple[int, int]:

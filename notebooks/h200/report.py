@@ -218,12 +218,13 @@ def models() -> str:
         (f"the same on an {h100['device']}, {h100['date']}, with random arrivals: `{h100['command']}`", served(h100)),
         (
             "DeepSeek-V3.2's attention in all layers of one packed cache, in a scan, in place: "
-            f"`jaxkv bench --sparse-step`; {v32['requests']} requests x {v32['tokens']:,} tokens, {v32['heads']} heads",
+            f"`jaxkv bench ops --sparse-step`; {v32['requests']} requests x {v32['tokens']:,} tokens, "
+            f"{v32['heads']} heads",
             f"{layer['burst'] * 1e6:.0f} us per layer, sustained {layer['sustained'] * 1e6:.0f} us; "
             f"its bytes and flops take {sum(limits.values()) * 1e6:.0f} us",
         ),
         (
-            f"sparse attention in a layer whose entries are in host memory (`HotRows`): `jaxkv hot-rows`; "
+            f"sparse attention in a layer whose entries are in host memory (`HotRows`): `jaxkv bench hot-rows`; "
             f"{hot['requests']} requests x {hot['tokens']:,} tokens, {hot['selected']:,} of them selected, "
             f"{hot['heads']} heads, `{hot['entry']}`",
             fetched(hot),
@@ -237,7 +238,7 @@ def models() -> str:
 
 
 def fetched(found: dict) -> str:
-    """What `jaxkv hot-rows` measured; in brackets, as a multiple of its limit."""
+    """What `jaxkv bench hot-rows` measured; in brackets, as a multiple of its limit."""
     times = (
         f"{row['us']:.0f} us ({row['us'] / row['limit_us']:.2f}) at {row['hit_rate']:.0%} hits"
         for row in found["hit_rates"]
@@ -249,7 +250,7 @@ def fetched(found: dict) -> str:
 
 
 def served(found: dict) -> str:
-    """What `jaxkv serve-bench` measured: rates alone and at saturation, and latencies with random arrivals."""
+    """What `jaxkv bench serve` measured: rates alone and at saturation, and latencies with random arrivals."""
     alone, saturation = found["alone"], found["saturation"]
     parts = [
         f"prefill alone {alone['prefill']:,.0f} tokens/s, decode alone {alone['decode']:,.0f}; these allow "
@@ -293,7 +294,7 @@ def concurrent_steps() -> str:
 
 
 def hot_rows() -> str:
-    """A Markdown table of `jaxkv hot-rows` on an H100, and the workload."""
+    """A Markdown table of `jaxkv bench hot-rows` on an H100, and the workload."""
     found = read("hot_rows.json", "h100")
     heading = "tokens in rows already", "fetch and attention, us", "the link's time plus attention, us", "ratio"
     lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]

@@ -1,11 +1,11 @@
-"""Times FlashMLA's decode on this GPU, on the shapes of `jaxkv bench --suite peers`: dense (bf16) or sparse (fp8).
+"""Times FlashMLA's decode on this GPU, on the shapes of `jaxkv bench ops --suite peers`: dense (bf16) or sparse (fp8).
 
     python notebooks/h200/time_flash_mla.py decode_mla flash_mla.json --commit COMMIT
     python notebooks/h200/time_flash_mla.py decode_mla_sparse flash_mla_sparse.json --commit COMMIT
 
 Needs an NVIDIA Hopper GPU, PyTorch, and FlashMLA (https://github.com/deepseek-ai/FlashMLA) built from source.  Run it
-on the same machine and in the same hour as `jaxkv bench`: H200s differ by some percent, and so does one machine from
-hour to hour.
+on the same machine and in the same hour as `jaxkv bench ops`: H200s differ by some percent, and so does one machine
+from hour to hour.
 
 `ms` (bursts) is the time of a call in a CUDA graph of about 6 ms of such calls after 0.1 s of rest, the median of 15
 replays.  `sustained_ms` is the time of a call when such graphs are replayed back to back for a second.  Scheduling
@@ -33,7 +33,7 @@ from jaxkv.bench.suites import WORKLOADS
 from jaxkv.bench.workload import Workload
 
 BURST_SECONDS, REST_SECONDS, BURSTS, SUSTAINED_SECONDS = 0.006, 0.1, 15, 1.0
-MEMORY_FRACTION = 0.6  # as in `jaxkv bench`: where all layers do not fit, fewer are made
+MEMORY_FRACTION = 0.6  # as in `jaxkv bench ops`: where all layers do not fit, fewer are made
 
 
 def captured(call, calls):

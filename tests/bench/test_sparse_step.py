@@ -1,4 +1,4 @@
-"""`jaxkv bench --sparse-step`: DeepSeek V3.2's attention in all layers, in place."""
+"""`jaxkv bench ops --sparse-step`: DeepSeek V3.2's attention in all layers, in place."""
 
 import json
 from dataclasses import replace
@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.bench import sparse_step, timing
+from jaxkv.bench import ops, sparse_step, timing
 from jaxkv.bench.kernel_times import KernelTimes
 from jaxkv.bench.sparse_step import SparseStep
-from jaxkv.cli import bench, main
+from jaxkv.cli import main
 
 SMALL = SparseStep(requests=2, tokens=100, layers=3, heads=4, indexer_heads=2, chosen=16)
 CEILINGS = timing.Ceilings(read=4.5e12, copy=4e12, matmul=8e14)
@@ -74,11 +74,13 @@ def test_the_command_prints_times_and_limits_and_writes_json(traced, monkeypatch
     kernels = ("write", 1e-6), ("attend", 3e-6)
     found = KernelTimes(12e-6, kernels * SMALL.layers) if traced else None
     monkeypatch.setattr(sparse_step, "kernels_of", lambda run, *, repeats: found)
-    monkeypatch.setattr(bench, "measure_ceilings", lambda device, *, repeats: CEILINGS)
-    monkeypatch.setattr(bench, "SMALL_STEP", SMALL)
-    monkeypatch.setattr(bench, "SparseStep", lambda: replace(SMALL, layers=2))
+    monkeypatch.setattr(ops, "measure_ceilings", lambda device, *, repeats: CEILINGS)
+    monkeypatch.setattr(sparse_step, "SMALL_STEP", SMALL)
+    monkeypatch.setattr(sparse_step, "SparseStep", lambda: replace(SMALL, layers=2))
     file = tmp_path / "step.json"
-    assert main(["bench", "--sparse-step", "--implementation", "xla", "--repeats", "2", "--json", str(file)]) == 0
+    assert (
+        main(["bench", "ops", "--sparse-step", "--implementation", "xla", "--repeats", "2", "--json", str(file)]) == 0
+    )
     printed = capsys.readouterr().out
     assert "DeepSeek V3.2's attention of 2 requests x 100 tokens with 4 heads" in printed
     assert "decode_mla_sparse" in printed

@@ -9,13 +9,11 @@ import pytest
 from jaxkv.bench.tuning import configurations, search
 from jaxkv.cli import main
 from jaxkv_kernels import tuning
-from jaxkv_kernels.mosaic_gpu.attention.config import (
-    FewRowsConfig,
-    KVConfig,
-    SparseConfig,
-    SplitCosts,
-    WideConfig,
-)
+from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
+from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig
+from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
+from jaxkv_kernels.mosaic_gpu.mla_sparse import SparseConfig
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import SplitCosts
 
 
 @dataclass(frozen=True)
@@ -56,7 +54,7 @@ def test_functions_are_traced_again_for_another_configuration():
     assert double(1) == 32
     with tuning.using(Sizes(tile=64)):
         assert double(1) == 64
-        with tuning.using(Sizes(tile=16), WideConfig()):
+        with tuning.using(Sizes(tile=16), MLADenseConfig()):
             assert double(1) == 16
     assert double(1) == 32
 
@@ -65,22 +63,22 @@ def test_configurations_in_use_are_recorded_once():
     def trace():
         for _ in range(2):
             tuning.configuration(Sizes())
-        tuning.configuration(KVConfig())
+        tuning.configuration(GQAConfig())
 
-    assert configurations(trace) == [Sizes(), KVConfig()]
+    assert configurations(trace) == [Sizes(), GQAConfig()]
 
 
 @pytest.mark.parametrize(
     ("config", "field", "value", "expected"),
     [
-        (WideConfig(), "producer_registers", 32, "24, 40 or 56"),
-        (WideConfig(), "rescale_threshold", 15, "0 to 14"),
-        (FewRowsConfig(), "stages", 3, "2, which is what shared memory holds"),
-        (FewRowsConfig(), "query_stages", 5, "2 to 4"),
-        (KVConfig(), "stages", 0, "1 or more"),
+        (MLADenseConfig(), "producer_registers", 32, "24, 40 or 56"),
+        (MLADenseConfig(), "rescale_threshold", 15, "0 to 14"),
+        (MLASwapABConfig(), "stages", 3, "2, which is what shared memory holds"),
+        (MLASwapABConfig(), "query_stages", 5, "2 to 4"),
+        (GQAConfig(), "stages", 0, "1 or more"),
         (SparseConfig(), "producer_registers", 120, "40, 56, 72, 88 or 104"),
         (SparseConfig(), "units_ahead", 3, "1, 2 or 4"),
-        (KVConfig().split_costs, "least", 0, "at least 1 step"),
+        (GQAConfig().split_costs, "least", 0, "at least 1 step"),
         (SplitCosts(least=1, overhead=0, combining=0, split=0), "split", -1, "0 or more"),
     ],
 )
@@ -90,7 +88,7 @@ def test_invalid_configurations_are_rejected(config, field, value, expected):
 
 
 def test_values_to_search_are_valid():
-    for config in (WideConfig(), FewRowsConfig(), SparseConfig(), KVConfig()):
+    for config in (MLADenseConfig(), MLASwapABConfig(), SparseConfig(), GQAConfig()):
         for field, values in type(config).SEARCH.items():
             assert getattr(config, field) in values
             for value in values:
@@ -99,4 +97,4 @@ def test_values_to_search_are_valid():
 
 def test_tune_names_what_can_be_tuned():
     with pytest.raises(SystemExit, match="attention on mosaic_gpu or triton, whose kernels can be tuned"):
-        main(["bench", "merge_states", "--suite", "cpu", "--tune"])
+        main(["bench", "ops", "merge_states", "--suite", "cpu", "--tune"])

@@ -1,7 +1,6 @@
 """What all commands share: options, mistakes, and how they end if a stream fails or on Ctrl-C."""
 
 import argparse
-import importlib
 import json
 import os
 import subprocess
@@ -12,9 +11,12 @@ import jax
 import pytest
 
 import jaxkv
-from jaxkv.bench import timing
-from jaxkv.cli import COMMANDS, bench, demo, layout, main, verify
+from jaxkv.bench import ops, timing
+from jaxkv.cli import BENCHMARKS, COMMANDS, demo, layout, main
 from jaxkv.terminal import files, memory, streams
+from jaxkv.terminal.options import output_file
+from jaxkv.testing import equivalence
+from jaxkv.testing.equivalence import Outcome
 from support.cases import slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
@@ -22,31 +24,28 @@ HOSTILE = [
     *("-1", "0", "-0", "2147483648", "99999999999", "9" * 5000, "1.5", "1e400", "nan", "inf", "many", "", "\udcff"),
     *("/", "/dev/full", "/no/such", "/" + "x" * 300, "/etc/passwd/x", "../"),
 ]
+MODULES = COMMANDS | {f"bench {name}": module for name, module in BENCHMARKS.items()}
 REQUIRED = {
     "generate": ["--model", "/no/such"],
-    "parallel": ["context"],
-    **{command: ["/no/such"] for command in ("step", "ttft", "serve-bench")},
+    "bench parallel": ["context"],
+    **{f"bench {name}": ["/no/such"] for name in ("step", "ttft", "serve")},
 }
-
-
-def module(command):
-    return f"jaxkv.cli.{command.replace('-', '_')}"
 
 
 def options(command):
     """The options of a command that take a value."""
     parser = argparse.ArgumentParser()
-    importlib.import_module(module(command)).add_arguments(parser)
+    MODULES[command].add_arguments(parser)
     return [action for action in parser._actions if action.option_strings and action.nargs != 0]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", MODULES)
 def test_hostile_values_end_in_a_line(command, monkeypatch, capsys):
-    monkeypatch.setattr(f"{module(command)}.run", lambda args: 0)
+    monkeypatch.setattr(MODULES[command], "run", lambda args: 0)
     for option in options(command):
         for value in HOSTILE:
             with pytest.raises(SystemExit) as ended:
-                sys.exit(main([command, *REQUIRED.get(command, []), f"{option.option_strings[0]}={value}"]))
+                sys.exit(main([*command.split(), *REQUIRED.get(command, []), f"{option.option_strings[0]}={value}"]))
             *_, last = ["", *capsys.readouterr().err.splitlines()]
             rejected = last.startswith(f"jaxkv {command}: error: argument ")
             assert ended.value.code == (2 if rejected else 0), (option.option_strings, value)
@@ -56,10 +55,11 @@ def test_hostile_values_end_in_a_line(command, monkeypatch, capsys):
     "arguments",
     [
         *("demo --prompts 0", "demo --prompts 3 -1", "demo --tokens -1", "demo --blocks 0", "verify --seed -1"),
-        *("verify --calls -1", "verify --calls 0", "step x.json --tokens 99999999999", "step x.json --requests 0"),
+        *("verify --calls -1", "verify --calls 0", "bench step x.json --tokens 99999999999"),
+        *("bench step x.json --requests 0", "bench offload --heads 0", "bench ops --repeats -1"),
         *("generate --model x --max-tokens 0", "generate --model x --seed 4294967296", "layout --layers 0"),
-        *("parallel context --repeats 0", "parallel tensor --devices 0", "ttft x --rounds 0", "offload --heads 0"),
-        *("bench --repeats -1", "ttft x --prefix many", "layout --block-size 1.5"),
+        *("bench parallel context --repeats 0", "bench parallel tensor --devices 0", "bench ttft x --rounds 0"),
+        *("bench ttft x --prefix many", "layout --block-size 1.5"),
     ],
 )
 def test_numbers_have_bounds(arguments, capsys):
@@ -69,15 +69,43 @@ def test_numbers_have_bounds(arguments, capsys):
     assert " is not an integer from " in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ([], "jaxkv: error: the following arguments are required: COMMAND"),
+        (["serve-bench"], "jaxkv: error: argument COMMAND: invalid choice: 'serve-bench' "),
+        (["bench"], "jaxkv bench: error: the following arguments are required: SUBCOMMAND"),
+        (["bench", "--json"], "jaxkv bench: error: the following arguments are required: SUBCOMMAND"),
+        (["bench", "decode_mla"], "jaxkv bench: error: argument SUBCOMMAND: invalid choice: 'decode_mla' "),
+        (["bench", "step"], "jaxkv bench step: error: the following arguments are required: config"),
+    ],
+)
+def test_a_command_that_is_missing_or_unknown_is_reported(arguments, line, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code == 2
+    usage, *_, last = capsys.readouterr().err.splitlines()
+    assert usage.startswith("usage: jaxkv ")
+    assert last.startswith(line)
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_every_command_explains_its_options(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([*command.split(), "--help"])
+    assert stopped.value.code == 0
+    assert capsys.readouterr().out.startswith(f"usage: jaxkv {command} ")
+
+
 @pytest.mark.parametrize("load", ["0", "-1", "1e-300", "1e308", "5e-324", "nan", "inf", "much"])
 def test_loads_have_bounds(load, capsys):
     with pytest.raises(SystemExit) as stopped:
-        main(["serve-bench", "x", f"--loads={load}"])
+        main(["bench", "serve", "x", f"--loads={load}"])
     assert stopped.value.code == 2
     assert f"'{load}' is not a number from 0.001 to 1000" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", MODULES)
 def test_numbers_are_bounded_by_the_shared_types(command):
     assert not [option.option_strings for option in options(command) if option.type is int]
 
@@ -122,8 +150,8 @@ def test_a_machine_without_a_device_is_reported(monkeypatch):
         raise AssertionError  # as jax.devices() does for some values of JAX_PLATFORMS
 
     monkeypatch.setattr(jax, "devices", devices)
-    with pytest.raises(SystemExit, match=r"^jaxkv bench: JAX has no device with JAX_PLATFORMS=.*`jaxkv doctor`"):
-        main(["bench"])
+    with pytest.raises(SystemExit, match=r"^jaxkv bench ops: JAX has no device with JAX_PLATFORMS=.*`jaxkv doctor`"):
+        main(["bench", "ops"])
 
 
 def test_sizes_beyond_the_memory_are_rejected_before_anything_is_allocated(monkeypatch):
@@ -131,8 +159,8 @@ def test_sizes_beyond_the_memory_are_rejected_before_anything_is_allocated(monke
     with pytest.raises(SystemExit, match=r"^jaxkv demo: two caches of 9000000 blocks: .* GB do not fit in memory"):
         main(["demo", "--blocks", "9000000"])
     model = str(FOLDER / "deepseek_v3")
-    with pytest.raises(SystemExit, match=r"^jaxkv step: .*/deepseek_v3, with a cache of 30000000 blocks of 64 "):
-        main(["step", model, "--requests", "30000000", "--tokens", "1"])
+    with pytest.raises(SystemExit, match=r"^jaxkv bench step: .*/deepseek_v3, with a cache of 30000000 blocks of 64 "):
+        main(["bench", "step", model, "--requests", "30000000", "--tokens", "1"])
     with pytest.raises(SystemExit, match=r"^jaxkv generate: --blocks 30000000, beside the weights: "):
         main(["generate", "--model", model, "--ids", "1", "--blocks", "30000000"])
 
@@ -145,9 +173,9 @@ TOO_LARGE = [
     *("offload --heads 5000000", "offload --requests 50000 --tokens 1 --heads 128", "offload --blocks 20000"),
     *("hot-rows --heads 2147483647", "hot-rows --requests 1000 --tokens 5000", "hot-rows --rows 10000000 --layers 1"),
     *("step MODEL --requests 1 --tokens 20000000 --new-tokens 20000000", "step MODEL --requests 100000 --tokens 1"),
-    *("ttft MODEL --prefix 1000000 --chunk 1000000", "serve-bench MODEL --chunk 2147483647 --max-chunks 1"),
-    *("serve-bench MODEL --max-chunks 30000000", "serve-bench MODEL --max-requests 100000 --prompt 1 --output 1"),
-    "serve-bench MODEL --prompt 100000 --output 1",
+    *("ttft MODEL --prefix 1000000 --chunk 1000000", "serve MODEL --chunk 2147483647 --max-chunks 1"),
+    *("serve MODEL --max-chunks 30000000", "serve MODEL --max-requests 100000 --prompt 1 --output 1"),
+    "serve MODEL --prompt 100000 --output 1",
 ]
 
 
@@ -155,7 +183,7 @@ TOO_LARGE = [
 def test_all_arrays_of_a_command_count(arguments, monkeypatch):
     monkeypatch.setattr("jaxkv.terminal.memory.device_memory", lambda device: LIMIT)
     with pytest.raises(SystemExit, match=r" GB do not fit in memory, cpu has 10.00 GB; take smaller sizes"):
-        main(arguments.replace("MODEL", str(FOLDER / "llama")).split())
+        main(["bench", *arguments.replace("MODEL", str(FOLDER / "llama")).split()])
 
 
 def test_a_container_limits_the_memory(monkeypatch, tmp_path):
@@ -180,37 +208,40 @@ class TestNothing:
     """A command that checked or timed nothing exits with an error."""
 
     def test_no_operation_was_checked(self, monkeypatch, capsys):
-        monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
+        monkeypatch.setattr(equivalence, "ENTRIES", equivalence.ENTRIES[:1])
         with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked: triton supports no call on this"):
             main(["verify", "--implementation", "triton"])
         assert "decode_mla         bf16          rejected on 6 orders: decode_mla: " in capsys.readouterr().out
 
     def test_no_random_call_was_made(self, monkeypatch):
-        monkeypatch.setattr("jaxkv.fuzz.families.TRIES", 3)
+        monkeypatch.setattr("jaxkv.testing.families.TRIES", 3)
         with pytest.raises(SystemExit, match=r"^jaxkv verify: nothing was checked: triton supports no call"):
             main(["verify", "--implementation", "triton", "--calls", "3"])
 
     def test_no_shape_was_timed(self, monkeypatch, tmp_path):
         ceilings = timing.Ceilings(1e9, 1e9, 1e12)
-        monkeypatch.setattr(bench, "measure_ceilings", lambda device, *, repeats: ceilings)
+        monkeypatch.setattr(ops, "measure_ceilings", lambda device, *, repeats: ceilings)
         file = tmp_path / "bench.json"
-        with pytest.raises(SystemExit, match=r"^jaxkv bench: nothing was timed: write_kv: "):
-            main(["bench", "write_kv", "--implementation", "triton", "--json", str(file)])
+        with pytest.raises(SystemExit, match=r"^jaxkv bench ops: nothing was timed: write_kv: "):
+            main(["bench", "ops", "write_kv", "--implementation", "triton", "--json", str(file)])
         assert "reason" in json.loads(file.read_text())["rows"][0]
 
 
 def test_verify_distinguishes_rejected_calls_from_faults(monkeypatch, capsys):
     orders = ("LBNHC", "BLNHC")
-    cases = [verify.Case("write_mla", order) for order in orders]
-    cases += [verify.Case("decode_mla", orders[0]), verify.Case("decode_mla", orders[1], rejected="needs more")]
-    monkeypatch.setattr(verify, "ENTRIES", verify.ENTRIES[:1])
-    monkeypatch.setattr(verify, "_verify", lambda entry, implementation: iter(cases))
+    cases = [Outcome("write_mla", order) for order in orders]
+    cases += [
+        Outcome("decode_mla", orders[0]),
+        Outcome("decode_mla", orders[1], rejected="needs more"),
+    ]
+    monkeypatch.setattr(equivalence, "ENTRIES", equivalence.ENTRIES[:1])
+    monkeypatch.setattr(equivalence, "verify", lambda entry, implementation: iter(cases))
     assert main(["verify"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].endswith(" ok on 2 orders")
     assert lines[1].endswith(" ok on 1 order; rejected on 1 order: needs more")
     assert lines[2].startswith("all of 3 cases on cpu in ")
-    cases.append(verify.Case("gather_mla", orders[0], wrong="differs from the twin"))
+    cases.append(Outcome("gather_mla", orders[0], wrong="differs from the twin"))
     assert main(["verify"]) == 1
     assert "1 of 4 cases on cpu in " in capsys.readouterr().out
 
@@ -275,4 +306,4 @@ def test_notices_that_cannot_be_written_are_dropped(monkeypatch):
 
 def test_a_result_that_cannot_be_written_names_its_file():
     with pytest.raises(OSError, match="No space left on device: '/dev/full'"):
-        files.write_json(layout.output_file("/dev/full"), {"ms": 1.0})
+        files.write_json(output_file("/dev/full"), {"ms": 1.0})

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import jaxkv
-from jaxkv.cli import COMMANDS, main
+from jaxkv.cli import BENCHMARKS, COMMANDS, main
 from jaxkv.support import support_matrix
 
 ROOT = Path(__file__).parents[2]
@@ -120,13 +120,15 @@ def test_measurements_name_their_date_device_versions_and_command():
 
 
 def test_every_command_is_documented(capsys):
-    for command in COMMANDS:
-        assert f"`jaxkv {command}`" in (ROOT / "jaxkv" / "cli" / "README.md").read_text(), command
-    with pytest.raises(SystemExit):
-        main(["--help"])
-    usage = capsys.readouterr().out
-    for command in COMMANDS:
-        assert command in usage
+    commands = {"": (*COMMANDS, "bench"), "bench": BENCHMARKS}
+    for parent, names in commands.items():
+        with pytest.raises(SystemExit):
+            main([*parent.split(), "--help"])
+        usage = capsys.readouterr().out
+        for name in names:
+            command = " ".join(["jaxkv", *parent.split(), name])
+            assert f"`{command}`" in (ROOT / "jaxkv" / "cli" / "README.md").read_text(), command
+            assert name in usage
 
 
 def test_kernels_is_a_source_root_and_no_package():

@@ -22,7 +22,7 @@ every_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)
 @every_entry
 @pytest.mark.parametrize("block_size", [1, 3, 64])
 def test_parts_fill_a_page_without_overlap(entry, block_size):
-    tokens, steps = (block_size, entry.regions(block_size)) if entry.split else (1, [entry.parts(block_size)])
+    tokens, steps = (block_size, entry.regions(block_size)) if entry.split else (1, [entry.fields(block_size)])
     begin = 0
     for region in steps:
         end = begin
@@ -43,7 +43,7 @@ def test_encoded_entries_have_the_parts_of_a_page_of_one_token(entry):
     row = jax.eval_shape(lambda: entry.encode(values, scales))
     assert row.dtype == entry.dtype
     assert row.shape == (2, entry.nbytes // entry.dtype.itemsize)
-    for part in entry.parts():
+    for part in entry.fields():
         assert jax.eval_shape(part.read, row).shape == (2, part.count)
 
 
@@ -97,7 +97,7 @@ def rows_of_every_kind(size):
 def without_nan_signs(rows, entry):
     """Encoded rows whose NaNs of part dtypes are all the same: the sign of a NaN depends on the device."""
     rows = np.asarray(rows).copy().view(np.uint8)
-    for part in entry.parts():
+    for part in entry.fields():
         name = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}.get(part.dtype, part.dtype)
         dtype = jnp.dtype("uint8") if name in ("e8m0", "e2m1x2") else jnp.dtype(name)
         if not jnp.issubdtype(dtype, jnp.floating):

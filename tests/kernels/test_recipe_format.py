@@ -20,7 +20,7 @@ class Int8(Format):
     kinds = (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry)
     dtype = "uint8"
 
-    def parts(self, sizes, block_size):
+    def fields(self, sizes, block_size):
         return together(*self._fields(sizes))
 
     def _fields(self, sizes):
@@ -35,7 +35,7 @@ class Int8(Format):
         return join([*(jnp.clip(jnp.round(x / scale), -127, 127).astype(jnp.int8) for x in values), scale], self.dtype)
 
     def decode(self, row, sizes, scales, dtype):
-        *values, scale = (part.read(row) for part in self.parts(sizes, 1))
+        *values, scale = (field.read(row) for field in self.fields(sizes, 1))
         return [(x.astype(jnp.float32) * scale).astype(dtype) for x in values]
 
 
@@ -45,7 +45,7 @@ class Int8Pages(Int8):
     name = "toy8_pages"
     kinds = (jaxkv.MLAEntry,)
 
-    def parts(self, sizes, block_size):
+    def fields(self, sizes, block_size):
         return split_by_page(block_size, *([field] for field in self._fields(sizes)))
 
 
@@ -208,8 +208,8 @@ def test_lists_of_formats_have_it():
     assert "toy8" in jaxkv.MLAEntry.formats
     assert "toy8_pages" not in jaxkv.KVEntry.formats
     assert "| `toy8` | `MLAEntry`, `KVEntry`, `IndexerEntry` | 580 for 512 + 64 values |" in format_table()
-    assert jaxkv.IndexerEntry.beside("toy8", 128).format == "toy8"
-    assert jaxkv.IndexerEntry.beside("toy8_pages", 128).format == "indexer_fp8"
+    assert jaxkv.IndexerEntry.for_latents("toy8", 128).format == "toy8"
+    assert jaxkv.IndexerEntry.for_latents("toy8_pages", 128).format == "indexer_fp8"
 
 
 def test_its_rules_are_reported():

@@ -32,7 +32,7 @@ class Toy(Format):
         self.name, self.scaled = name, scaled
         self.kinds = (MLAEntry, KVEntry) if scaled else KINDS  # indexer keys have no scales
 
-    def parts(self, sizes, block_size):
+    def fields(self, sizes, block_size):
         return together(*((name, "float16", count) for name, count in sizes.items()))
 
     def encode(self, values, scales):

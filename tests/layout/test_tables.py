@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 from jaxkv.layout.describe import bands
 from jaxkv.layout.packed import Table
+from jaxkv.testing.buffers import to_bytes, to_cache
 from support import scenes
 from support.compare import assert_same_bits
 
@@ -73,7 +74,7 @@ def test_a_write_reaches_the_bytes_of_its_group_alone(name, order):
     layout = packed(order=order)
     group, slots = layout[name], jnp.arange(layout[name].num_slots)
     before = scenes.garbage(group, np.random.default_rng(0), "random")
-    cache = scenes.to_cache(group, before)
+    cache = to_cache(group, before)
     for layer in range(group.num_layers):
         if name == "state":
             values = {part: jnp.ones((slots.size, *shape)) for part, shape in STATE.shapes.items()}
@@ -84,7 +85,7 @@ def test_a_write_reaches_the_bytes_of_its_group_alone(name, order):
             cache = jaxkv.write_mla(
                 cache, jnp.ones((slots.size, 24)), jnp.ones((slots.size, 8)), slots, layer=layer
             )  # fmt: skip
-    after, mine = scenes.to_bytes(cache), owners(layout, name)
+    after, mine = to_bytes(cache), owners(layout, name)
     others = np.setdiff1d(np.arange(group.nbytes), mine)
     assert_same_bits(after[others], before[others])
     assert len(np.unique(after[mine])) < 8 < len(np.unique(before[mine]))
@@ -219,7 +220,7 @@ def test_errors(case):
 
 def test_states_are_16_bytes_apart():
     assert STATE.nbytes == 32 + 32
-    assert [(part.name, part.offset) for part in STATE.parts() if part.name != "padding"] == [("conv", 0), ("ssm", 32)]
+    assert [(part.name, part.offset) for part in STATE.fields() if part.name != "padding"] == [("conv", 0), ("ssm", 32)]
     assert jaxkv.StateEntry({"a": ((3,), "float32"), "b": ((), "float16")}).nbytes == 32
     assert jaxkv.StateEntry({"conv": ([3, 5], jnp.bfloat16), "ssm": ((2, np.int64(4)), np.float32)}) == STATE
     assert hash(STATE) == hash(jaxkv.StateEntry({"conv": ((3, 5), "bfloat16"), "ssm": ((2, 4), "float32")}))

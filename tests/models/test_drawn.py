@@ -10,8 +10,7 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv.models.weights.checkpoint import Checkpoint
-from jaxkv.models.weights.parameters import parameters, unused
-from jaxkv.models.weights.spellings import spellings
+from jaxkv.models.weights.parameters import parameters, spellings, unused
 from support.cases import slow
 from support.drawn import FOLDER, cases, write
 

@@ -13,8 +13,8 @@ import safetensors.numpy
 import jaxkv
 from jaxkv import models
 from jaxkv.models.config import MLA
+from jaxkv.models.layers.feed_forward import route
 from jaxkv.models.layers.rope import query_scales
-from jaxkv.models.layers.routing import route
 from models.checkpoints.published import PUBLISHED
 
 RECORDED = Path(__file__).parents[1] / "data" / "models"

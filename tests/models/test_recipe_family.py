@@ -10,21 +10,20 @@ import pytest
 
 from jaxkv import models, serving
 from jaxkv.models.families import FAMILIES
-from jaxkv.models.families.family import Family
-from jaxkv.models.families.parts import decoder, gqa, rope
+from jaxkv.models.families.family import Family, layer_weights, read_config
+from jaxkv.models.layers import gqa, rope
 from jaxkv.models.layers.block import pre_norm
-from jaxkv.models.layers.gqa import attention
 
 LLAMA = Path(__file__).parents[1] / "data" / "models" / "llama"
 
 
 def read(fields):
     fields.choice("sliding_window", None, default=None)
-    rotary = rope.read(fields, {"llama3": rope.llama3}, interleaved=False)  # Mistral's own are not scaled
-    return decoder.read(fields, gqa.read(fields), rotary)
+    rotary = rope.read(fields, {"llama3": rope.read_llama3}, interleaved=False)  # Mistral's own are not scaled
+    return read_config(fields, gqa.read(fields), rotary)
 
 
-MISTRAL = Family(read, partial(decoder.weights, gqa.weights), pre_norm(attention))
+MISTRAL = Family(read, partial(layer_weights, gqa.weights), pre_norm(gqa.attention))
 
 
 def test_a_family_is_one_file_and_one_line(monkeypatch, tmp_path):

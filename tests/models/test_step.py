@@ -7,7 +7,7 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv.models import NewTokens
-from jaxkv.models.batch import Part
+from jaxkv.models.batch import SubBatch
 from support.cases import slow
 from support.many_devices import mesh_of, on_several_devices
 from support.recorded import FOLDER, recorded
@@ -67,12 +67,12 @@ def test_chunks_and_decoded_tokens_at_once_give_the_logits_of_each_alone(family)
 
 
 def test_rows_may_be_expanded_and_attend_to_earlier_rows():
-    """Each part attends in its own way: long chunks by `prefill_mla`, decoded tokens by `decode_mla`."""
+    """Each sub-batch attends in its own way: long chunks by `prefill_mla`, decoded tokens by `decode_mla`."""
     model = models.load(FOLDER / "deepseek_v2_lite", dtype="float32")
-    made, of = [], Part.of
+    made, of = [], SubBatch.of
     (first, after), (long, _) = recorded("deepseek_v2_lite")[1], recorded("deepseek_v2_lite")[4]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Part, "of", lambda *args: made.append(of(*args)) or made[-1])
+        patch.setattr(SubBatch, "of", lambda *args: made.append(of(*args)) or made[-1])
         cache, _ = run(model, model.cache(3 * TABLE, BLOCK), rows([(first, 0, 0)], 63))
         last = rows([([*first, after[0]], len(first), 0)], 1)
         _, found = run(model, cache, rows(chunks(long, 100, TABLE), 100), last)

@@ -3,12 +3,12 @@
 import jax
 import pytest
 
-from jaxkv.offload import host, rows
+from jaxkv.offload import host, transfers
 from offload.pools import LAYOUT, filled, reopened
 from support.emitters import DEFAULT_EMITTERS
 
 _write_rows = jax.jit(
-    rows.write_rows.__wrapped__,
+    transfers.write_rows.__wrapped__,
     static_argnames="implementation",
     donate_argnames="cache",
     compiler_options=DEFAULT_EMITTERS,
@@ -18,7 +18,7 @@ _write_rows = jax.jit(
 @pytest.fixture(autouse=True)
 def _all_bits_are_kept(monkeypatch):
     """The tests compare blocks of random bytes, signalling NaNs among them."""
-    monkeypatch.setattr(rows, "write_rows", _write_rows)
+    monkeypatch.setattr(transfers, "write_rows", _write_rows)
     monkeypatch.setattr(host, "write_rows", _write_rows)
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv import offload
+from jaxkv.testing.buffers import to_cache
 from support import scenes
 
 ENTRY = jaxkv.MLAEntry("bf16", latent=8, rope=4)
@@ -15,7 +16,7 @@ LAYOUT = jaxkv.CacheLayout(**SIZES, entry=ENTRY)
 
 def filled(layout, seed=0):
     """A cache of random bytes, and its blocks as rows."""
-    cache = scenes.to_cache(layout, scenes.garbage(layout, np.random.default_rng(seed), "random"))
+    cache = to_cache(layout, scenes.garbage(layout, np.random.default_rng(seed), "random"))
     cache = jaxkv.KVCache(jax.device_put(cache.buffer, jax.devices()[0]), layout)
     return cache, np.asarray(jaxkv.read_blocks(cache, jnp.arange(layout.num_blocks)))
 

@@ -5,12 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import jaxkv
+from jaxkv.testing.buffers import to_bytes, to_cache
+from jaxkv.testing.layouts import AXES, SMALL, draw_entry, draw_group, draw_strides
 from support import scenes
+from support.cases import random_numbers
 from support.compare import assert_same_bits
-from support.random_layouts import AXES, mla_entry, packed, strided_layout
 from support.suites.base import formats
 
 convert = jax.jit(jaxkv.convert_blocks, static_argnums=(1, 2))
@@ -21,7 +22,7 @@ def check(src, dst, groups=("",)):
     """Blocks 2, 0 of a cache of random bytes become blocks 0, 1 of another."""
     sources, targets = ([layout[name] if name else layout for name in groups] for layout in (src, dst))
     before = scenes.garbage(sources[0], np.random.default_rng(4), "random")
-    rows = jaxkv.read_blocks(scenes.to_cache(sources[0], before), jnp.asarray([2, 0]))
+    rows = jaxkv.read_blocks(to_cache(sources[0], before), jnp.asarray([2, 0]))
     converted = convert(rows, src, dst)
     after = jaxkv.write_blocks(jaxkv.KVCache.zeros(targets[0]), jnp.asarray([0, 1]), converted)
     expected = np.zeros(targets[0].nbytes, np.uint8)
@@ -30,7 +31,7 @@ def check(src, dst, groups=("",)):
             entries = scenes.fetch(target, expected, layer)
             entries[:2] = scenes.fetch(source, before, layer)[[2, 0]]
             scenes.place(target, expected, layer, entries)
-    assert_same_bits(scenes.to_bytes(after), expected, f"{src} as {dst}")
+    assert_same_bits(to_bytes(after), expected, f"{src} as {dst}")
 
 
 def layouts(entry):
@@ -54,13 +55,14 @@ def test_entries_of_every_kind(entry):
 
 
 @settings(max_examples=15)
-@given(st.randoms(use_true_random=True))
-def test_strides_of_every_kind(random):
-    entry = mla_entry(random)
-    sizes = {name: random.randint(1, 5) for name in AXES.values()} | {"num_blocks": 3, "num_heads": 1, "entry": entry}
+@given(random_numbers)
+def test_strides_of_every_kind(rng):
+    entry = draw_entry(rng, (jaxkv.MLAEntry,), SMALL)
+    sizes = {name: int(rng.integers(1, 6)) for name in AXES.values()}
+    sizes |= {"num_blocks": 3, "num_heads": 1, "entry": entry}
 
     def draw():
-        return strided_layout(random, entry, sizes) if random.random() < 0.7 else packed(random, sizes)
+        return draw_strides(rng, entry, sizes) if rng.random() < 0.7 else draw_group(rng, sizes)
 
     check(draw(), draw())
 

@@ -363,9 +363,9 @@ class TestTraces:
 
     def test_the_operations_themselves_are_traced_once_for_all_layers_and_data(self):
         # Called without a jit round them, with layers that are Python ints.
-        from jaxkv_kernels.xla import attention, writes
+        from jaxkv_kernels.xla import attention, entries
 
-        kernels = (writes.write_mla, attention.decode_mla)
+        kernels = (entries.write_mla, attention.decode_mla)
         rng = np.random.default_rng(0)
         cache = jaxkv.KVCache.zeros(self.layout)
         before = None

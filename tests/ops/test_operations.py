@@ -9,10 +9,10 @@ import pytest
 import jaxkv
 from jaxkv import dispatch
 from jaxkv.bench.suites import WORKLOADS
-from jaxkv.bench.workloads import FAMILIES
-from jaxkv.fuzz.families import FAMILIES as FUZZED
+from jaxkv.bench.workload import FAMILIES
 from jaxkv.ops import OPERATIONS
 from jaxkv.ops.samples import sample_cache
+from jaxkv.testing.families import FAMILIES as FUZZED
 from jaxkv_kernels.calls import MergeStates
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU

@@ -8,13 +8,15 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, WideConfig
-from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
+from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig
+from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
+from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import make_plan
 from support import scenes, suites
 from support.cases import slow
 
-PAIRS = {"step": PAIR, "costs": WideConfig().split_costs}
-TILES = {"step": TILE, "costs": FewRowsConfig().split_costs}
+PAIRS = {"step": PAIR, "costs": MLADenseConfig().split_costs}
+TILES = {"step": TILE, "costs": MLASwapABConfig().split_costs}
 
 
 def work_tiles_by_request(plan, batch, overhead=0):

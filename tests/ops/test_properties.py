@@ -11,9 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
+from jaxkv.testing.buffers import packed_twin, to_bytes, to_cache
+from jaxkv.testing.layouts import SMALL, draw_entry, draw_strides, pick
 from support import oracle, scenes
+from support.cases import random_numbers
 from support.compare import assert_same_bits
-from support.random_layouts import indexer_entry, kv_entry, mla_entry, strided_layout
 from support.suites.base import dtype_of
 from support.suites.writes import new_tokens, scales_of
 
@@ -34,24 +36,24 @@ class Requests:
 
 
 @st.composite
-def cases(draw, draw_entry):
-    """A layout, and requests in it.
+def cases(draw, kind):
+    """A layout for a kind of entry, and requests in it.
 
     All of it comes from one seed: an example takes a second to compile, and drawn one by one, most would be dull.
     """
-    random = draw(st.randoms(use_true_random=True))
-    layout = strided_layout(random, draw_entry(random))
-    blocks = random.sample(range(layout.num_blocks), layout.num_blocks)
-    first = random.randint(1, layout.num_blocks - 1)
+    rng = draw(random_numbers)
+    layout = draw_strides(rng, draw_entry(rng, (kind,), SMALL))
+    blocks = rng.permutation(layout.num_blocks).tolist()
+    first = int(rng.integers(1, layout.num_blocks))
     tables = np.full((2, layout.num_blocks), scenes.UNUSED, np.int32)
     slots, lengths = [-1, -(2**31), layout.num_slots, 2**31 - 1], []
     for table, row in zip(tables, (blocks[:first], blocks[first:]), strict=True):
         table[: len(row)] = row
-        lengths.append(random.randint(0, len(row) * layout.block_size))
+        lengths.append(int(rng.integers(len(row) * layout.block_size + 1)))
         slots += [slot(row, position, layout.block_size) for position in range(lengths[-1])]
-    random.shuffle(slots)
-    layer, kind = random.randrange(layout.num_layers), random.choice(["nan", "random"])
-    return layout, Requests(layer, tables, np.asarray(lengths, np.int32), np.asarray(slots, np.int32), kind)
+    slots = rng.permutation(np.asarray(slots, np.int32))
+    layer, kind = int(rng.integers(layout.num_layers)), pick(rng, "nan", "random")
+    return layout, Requests(layer, tables, np.asarray(lengths, np.int32), slots, kind)
 
 
 def slot(row, position, block_size):
@@ -64,7 +66,7 @@ def check_write(layout, requests, write):
     parts = new_tokens(entry, heads, len(requests.slots))
     keywords, scales = scales_of(entry, heads)
     before = scenes.garbage(layout, np.random.default_rng(5), requests.kind)
-    cache = write(scenes.to_cache(layout, before), parts, jnp.asarray(requests.slots), requests.layer, keywords)
+    cache = write(to_cache(layout, before), parts, jnp.asarray(requests.slots), requests.layer, keywords)
     encoded = oracle.encode(entry, parts, scales)
     expected = before.copy()
     entries = scenes.fetch(layout, expected, requests.layer)
@@ -74,13 +76,13 @@ def check_write(layout, requests, write):
             entries[slot // layout.block_size, :, slot % layout.block_size] = encoded[token]
             written[slot] = True
     scenes.place(layout, expected, requests.layer, entries)
-    assert_same_bits(scenes.to_bytes(cache), expected, "the buffer's bytes")
+    assert_same_bits(to_bytes(cache), expected, "the buffer's bytes")
     # What no request holds is NaN in the twin, whatever stands there in the cache.
     entries[~written.reshape(layout.num_blocks, -1).repeat(heads, 0).reshape(entries.shape[:3])] = 0xFF
-    twin = scenes.packed_twin(layout)
+    twin = packed_twin(layout)
     packed = np.full(twin.nbytes, 0xFF, np.uint8)
     scenes.place(twin, packed, 0, entries)
-    return cache, scenes.to_cache(twin, packed), keywords
+    return cache, to_cache(twin, packed), keywords
 
 
 def check_reads(cache, twin, requests, keywords, gather, attend):
@@ -109,7 +111,7 @@ def queries(entry, heads, sizes, tokens):
 
 
 @settings(max_examples=EXAMPLES)
-@given(cases(mla_entry), st.integers(1, 2))
+@given(cases(jaxkv.MLAEntry), st.integers(1, 2))
 def test_latents_on_any_layout(case, tokens):
     layout, requests = case
     q = queries(layout.entry, 2, layout.entry.sizes, tokens)
@@ -126,7 +128,7 @@ def test_latents_on_any_layout(case, tokens):
 
 
 @settings(max_examples=EXAMPLES)
-@given(cases(kv_entry), st.integers(1, 2), st.sampled_from([None, 1, 5, 64]))
+@given(cases(jaxkv.KVEntry), st.integers(1, 2), st.sampled_from([None, 1, 5, 64]))
 def test_keys_and_values_on_any_layout(case, tokens, window):
     layout, requests = case
     (q,) = queries(layout.entry, 2 * layout.num_heads, layout.entry.sizes[:1], tokens)
@@ -144,7 +146,7 @@ def test_keys_and_values_on_any_layout(case, tokens, window):
 
 
 @settings(max_examples=EXAMPLES)
-@given(cases(indexer_entry), st.integers(1, 2))
+@given(cases(jaxkv.IndexerEntry), st.integers(1, 2))
 def test_indexer_keys_on_any_layout(case, tokens):
     layout, requests = case
     (q,) = queries(layout.entry, 3, layout.entry.sizes, tokens)

@@ -8,6 +8,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
+from jaxkv.testing.buffers import entry_bytes, to_bytes, to_cache
 from support import scenes
 from support.compare import assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
@@ -50,7 +51,7 @@ def test_shard_map_over_the_batch():
 def test_no_tokens_are_written_in_any_format(entry):
     layout = jaxkv.CacheLayout(num_layers=2, num_blocks=3, block_size=4, entry=entry)
     before = scenes.garbage(layout, np.random.default_rng(0), "random")
-    cache, slots = scenes.to_cache(layout, before), jnp.zeros(0, jnp.int32)
+    cache, slots = to_cache(layout, before), jnp.zeros(0, jnp.int32)
     parts = [jnp.zeros((0, n)) for n in entry.sizes]
     if isinstance(entry, jaxkv.MLAEntry):
         scale = {"kv_scale": 1.0} if entry.codec.scaled else {}
@@ -59,7 +60,7 @@ def test_no_tokens_are_written_in_any_format(entry):
         cache = jaxkv.write_kv(cache, *(part[:, None] for part in parts), slots, layer=0, k_scale=1.0, v_scale=1.0)
     else:
         cache = jaxkv.write_indexer_k(cache, *parts, slots, layer=0)
-    assert_same_bits(scenes.to_bytes(cache), before)
+    assert_same_bits(to_bytes(cache), before)
 
 
 def test_strict_programs_may_call():
@@ -138,7 +139,7 @@ def entries(layout, good):
     bad = np.ones((layout.num_blocks, 1, layout.block_size), bool)
     bad[np.asarray(good) // layout.block_size, :, np.asarray(good) % layout.block_size] = False
     poisoned = buffer.copy()
-    scenes.window(layout, poisoned.view(np.uint8))[0, bad] = 0xFF
+    entry_bytes(layout, poisoned.view(np.uint8))[0, bad] = 0xFF
     return jnp.asarray(buffer), jnp.asarray(poisoned)
 
 
@@ -184,7 +185,7 @@ def test_gradients_of_gathers_know_nothing_of_rows_without_a_token():
     layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=4, entry=entry)
     clean = np.full(layout.size, 0x38, np.uint8)
     poisoned = clean.copy()
-    scenes.window(layout, poisoned)[0, :1] = 0xFF  # what rows without a token would read
+    entry_bytes(layout, poisoned)[0, :1] = 0xFF  # what rows without a token would read
 
     def gather(buffer, scale):
         return jaxkv.gather_mla(

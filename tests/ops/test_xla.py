@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv_kernels.calls import GroupedSwiglu
 from jaxkv_kernels.expert_groups import expert_groups
 from jaxkv_kernels.logit_cap import capped
-from jaxkv_kernels.xla.experts import swiglu
+from jaxkv_kernels.xla import experts
 from support import suites
 from support.compare import assert_close
 from support.suites.experts import arguments as expert_arguments
@@ -75,11 +76,14 @@ class TestLinear(suites.Linear):
 @pytest.mark.parametrize("tokens", [1, 5, 300])
 def test_all_experts_at_once_and_one_by_one_give_the_same(tokens, monkeypatch):
     """GPUs compute all experts, some tokens at a time; CPUs only those that are chosen."""
-    monkeypatch.setattr(swiglu, "MOST_RESULTS", 100 * 8 * 128)
-    x, ids, *rest = expert_arguments(tokens, dtype="float32")
+    monkeypatch.setattr(experts, "MOST_RESULTS", 100 * 8 * 128)
+    x, ids, weights, gate, up, down = expert_arguments(tokens, dtype="float32")
     ids = ids.at[0, 0].set(-1)
-    some = swiglu.by_tiles(x, ids, *rest)
-    every = swiglu.all_experts(x, ids, *rest)
+    call = GroupedSwiglu(
+        x=x, experts=ids, weights=weights, gate=gate, up=up, down=down, shared=None, biases=None, limit=None, alpha=None
+    )
+    some = experts.by_tiles(call)
+    every = experts.all_experts(call)
     assert_close(every, np.asarray(some, np.float64), roundings=64, magnitude=1)
 
 

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv import parallel
 from jaxkv.parallel import context
+from jaxkv.testing.buffers import entry_bytes, to_bytes
 from parallel.batches import (
     BLOCK,
     ENTRIES,
@@ -140,10 +141,10 @@ def on_shards(entry, devices, interleave, tokens=1, plans=False, **options):
 def assert_shards_hold_their_tokens_alone(after, whole, devices, interleave):
     """Every shard has its tokens of the cache `whole`, one after the other, and NaN elsewhere."""
     layout, tables = whole.layout, np.asarray(batch(whole.layout.entry).tables)
-    entries = scenes.window(layout, scenes.to_bytes(whole))[LAYER]
+    entries = entry_bytes(layout, to_bytes(whole))[LAYER]
     for shard, found in enumerate(np.asarray(after.buffer).reshape(devices, -1)):
         expected = scenes.garbage(layout, None)
-        mine = scenes.window(layout, expected)[LAYER]
+        mine = entry_bytes(layout, expected)[LAYER]
         for blocks, length in zip(tables, LENGTHS, strict=True):
             owned = [i for i in range(length) if i // interleave % devices == shard]
             for local, i in enumerate(owned):

@@ -1,4 +1,4 @@
-"""`jaxkv parallel` on several devices."""
+"""`jaxkv bench parallel` on several devices."""
 
 import json
 import re
@@ -6,9 +6,9 @@ import re
 import jax
 import pytest
 
+from jaxkv.bench import parallel as command
 from jaxkv.bench.timing import Ceilings
 from jaxkv.cli import main
-from jaxkv.cli import parallel as command
 from support.many_devices import on_several_devices
 
 pytestmark = on_several_devices
@@ -20,7 +20,7 @@ def test_the_command(divided, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(command, "measure_ceilings", lambda *_, **__: Ceilings(1e9, 1e9, 1e12))
     file = tmp_path / "rows.json"
     sizes = f"--requests 2 --tokens 150 --heads 8 --layers 3 --repeats 1 --devices 2 1 --format fp8 --json {file}"
-    assert main(["parallel", divided, *sizes.split()]) == 0
+    assert main(["bench", "parallel", divided, *sizes.split()]) == 0
     printed, recorded = capsys.readouterr().out, json.loads(file.read_text())
     assert float(printed.split("results differ by ")[1].split()[0]) < 1e-2
     assert re.findall(r"^ +(\d) ", printed, re.MULTILINE) == ["1", "2"]
@@ -39,7 +39,7 @@ def test_values_may_be_wider_than_latents(monkeypatch, capsys):
     """Attention to V4's entries also sums their rotary parts."""
     monkeypatch.setattr(command, "measure_ceilings", lambda *_, **__: Ceilings(1e9, 1e9, 1e12))
     sizes = "--requests 1 --tokens 70 --heads 2 --layers 2 --repeats 1 --devices 2 1 --format fp8_v4"
-    assert main(["parallel", "context", *sizes.split()]) == 0
+    assert main(["bench", "parallel", "context", *sizes.split()]) == 0
     assert float(capsys.readouterr().out.split("results differ by ")[1].split()[0]) < 1e-2
 
 
@@ -59,6 +59,6 @@ def test_values_may_be_wider_than_latents(monkeypatch, capsys):
     ],
 )
 def test_the_command_rejects_misuse_and_prints_no_table(arguments, words, capsys):
-    with pytest.raises(SystemExit, match=f"jaxkv parallel: .*{words}"):
-        main(["parallel", *arguments.split()])
+    with pytest.raises(SystemExit, match=f"jaxkv bench parallel: .*{words}"):
+        main(["bench", "parallel", *arguments.split()])
     assert not capsys.readouterr().out

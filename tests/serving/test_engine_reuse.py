@@ -25,9 +25,9 @@ def calls(monkeypatch):
     counted = Counter()
     batches = Engine.batches
 
-    def counting(self, spans):
-        counted.update({"chunks": len(spans.chunks), "decoded": len(spans.decoded)})
-        return batches(self, spans)
+    def counting(self, schedule):
+        counted.update({"chunks": len(schedule.prefill), "decoded": len(schedule.decode)})
+        return batches(self, schedule)
 
     monkeypatch.setattr(Engine, "batches", counting)
     return counted

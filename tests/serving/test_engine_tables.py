@@ -107,7 +107,7 @@ def test_several_prompts_are_prefilled_in_a_step_but_one_chunk_of_each(monkeypat
     sizes = []
     batches = Engine.batches
     monkeypatch.setattr(
-        Engine, "batches", lambda self, spans: sizes.append([s.request for s in spans.chunks]) or batches(self, spans)
+        Engine, "batches", lambda self, plan: sizes.append([s.request for s in plan.prefill]) or batches(self, plan)
     )
     served = engine()
     requests = [served.submit(prompt(24, seed=n), max_tokens=2) for n in range(3)]

@@ -1,7 +1,7 @@
 """Makes kernels available whose devices this machine does not have."""
 
-from jaxkv_kernels.mosaic_gpu.runtime import available as hopper
-from jaxkv_kernels.triton.runtime import available as ampere
+from jaxkv_kernels.mosaic_gpu.runtime import device as hopper
+from jaxkv_kernels.triton import available as ampere
 
 MACHINES = {"mosaic_gpu": hopper, "triton": ampere}
 

@@ -1,13 +1,18 @@
-"""Which of all combinations a test runs by default; the others are `slow`."""
+"""Which of all combinations a test runs by default; the others are `slow`.  Examples of property-based tests."""
 
 import itertools
 
+import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from support import scenes
 
 ON_EVERY_LAYOUT = ("bf16", "fp8", "indexer_fp8")
 """A format of numbers and, for each kind of entry, one of bytes."""
+
+random_numbers = st.integers(0, 2**32 - 1).map(np.random.default_rng)
+"""Random number generators, each of a seed of its own, for `hypothesis.given`."""
 
 WITH_EVERY_FORMAT = ("packed, bfloat16",)
 """A layout whose buffer is of another dtype than most entries, at an offset."""

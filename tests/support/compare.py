@@ -3,8 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-EPSILON = {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}
-"""Largest relative error of one rounding."""
+from jaxkv.testing.compare import EPSILON
 
 
 def assert_same_bits(actual, expected, what=""):

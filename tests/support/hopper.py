@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from jaxkv_kernels.mosaic_gpu.runtime.available import WGMMA, unavailable_reasons
+from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA, unavailable_reasons
 
 on_hopper = pytest.mark.gpu(missing=tuple(unavailable_reasons(WGMMA)))
 

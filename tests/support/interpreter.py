@@ -12,7 +12,7 @@ from unittest import mock
 import jax
 import numpy as np
 
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 
 
 @contextmanager

@@ -5,9 +5,9 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.slots import lengths_in_table
-from jaxkv_kernels.mosaic_gpu.attention.config import SPLIT_COST_UNIT, TILE, SplitCosts
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.addressing import lengths_in_table
+from jaxkv_kernels.mosaic_gpu.sizes import TILE
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import SPLIT_COST_UNIT, Plan, SplitCosts
 
 INVARIANT_SPLITS, INVARIANT_TOKENS = 8, 1024
 

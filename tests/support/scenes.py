@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv.testing.buffers import entry_bytes, packed_twin, to_cache
 from support import oracle
 
 UNUSED = 2_147_480_000
@@ -94,37 +95,11 @@ def layout_names(entry):
     return [*names.values()]
 
 
-def packed_twin(layout):
-    """The same entries in a packed cache of one layer and of the entries' own dtype."""
-    return jaxkv.CacheLayout(
-        num_layers=1,
-        num_blocks=layout.num_blocks,
-        block_size=layout.block_size,
-        num_heads=layout.num_heads,
-        entry=layout.entry,
-        order="LBNHC",
-    )
-
-
-def window(layout, buffer):
-    """The entries of a NumPy byte buffer as a writable view [L, B, H, N, nbytes]; indexer pages: see `place`.
-
-    If keys and values lie apart, the view is [L, B, H, N, 2, nbytes / 2].
-    """
-    strides = layout.strides
-    item = layout.itemsize
-    shape = (layout.num_layers, layout.num_blocks, layout.num_heads, layout.block_size, layout.entry.nbytes)
-    steps = (strides.layer * item, strides.block * item, strides.head * item, strides.token * item, 1)
-    if strides.part:
-        shape, steps = (*shape[:-1], 2, shape[-1] // 2), (*steps[:-1], strides.part * item, 1)
-    return np.lib.stride_tricks.as_strided(buffer[layout.offset * item :], shape, steps)
-
-
 def place(layout, buffer, layer, entries):
     """Stores entries, bytes [B, H, N, nbytes], as `layer` of the byte buffer; returns which bytes it wrote."""
     written = np.zeros(buffer.shape, bool)
     for target, source in ((buffer, entries), (written, np.ones(entries.shape, bool))):
-        pages = window(layout, target)[layer]
+        pages = entry_bytes(layout, target)[layer]
         if is_split(layout.entry):
             parts = np.split(source, _edges(layout.entry), axis=-1)
             flat = np.concatenate([part.reshape(*source.shape[:2], -1) for part in parts], axis=-1)
@@ -136,7 +111,7 @@ def place(layout, buffer, layer, entries):
 
 def fetch(layout, buffer, layer):
     """What `place` stores: entries [B, H, N, nbytes] of `layer`."""
-    pages = window(layout, np.asarray(buffer))[layer]
+    pages = entry_bytes(layout, np.asarray(buffer))[layer]
     if not is_split(layout.entry):
         return pages.reshape(*pages.shape[:3], -1).copy()
     flat = pages.reshape(*pages.shape[:2], -1)
@@ -154,16 +129,6 @@ def garbage(layout, rng, kind="nan"):
     if kind == "nan":
         return np.full(layout.nbytes, 0xFF, np.uint8)
     return rng.integers(0, 256, layout.nbytes, np.uint8)
-
-
-def to_cache(layout, buffer):
-    """The byte buffer as a cache."""
-    return jaxkv.KVCache(jnp.asarray(buffer.view(layout.dtype)), layout)
-
-
-def to_bytes(cache):
-    """The cache's buffer as bytes."""
-    return np.asarray(cache.buffer).view(np.uint8)
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """The supported families of models.  Each has a file here, and each architecture an entry in `FAMILIES`."""
 
+from jaxkv.models.config import ModelConfig
 from jaxkv.models.families import (
     axk1,
     deepseek,
@@ -56,3 +57,6 @@ def family_of(fields: JsonObject) -> Family:
         shown = (name for name in FAMILIES if not name.endswith(WITHOUT_HEAD))
         raise fields.error("architectures", f"a list of one of {', '.join(shown)}")
     return FAMILIES[names[0]]
+
+
+ModelConfig.family_of = family_of

@@ -9,12 +9,10 @@ from functools import partial
 from typing import Any
 
 from jaxkv.models.config import MLA, Experts, Indexer, ModelConfig
-from jaxkv.models.families.family import Family
-from jaxkv.models.families.parts import decoder, experts, mla, rope
+from jaxkv.models.families.family import Family, layer_weights, read_config
 from jaxkv.models.json_object import JsonObject
+from jaxkv.models.layers import feed_forward, mla, rope
 from jaxkv.models.layers.block import pre_norm, pre_norm_store
-from jaxkv.models.layers.mla import attention as mla_attention
-from jaxkv.models.layers.mla import store as mla_store
 
 
 def _read_v2(fields: JsonObject) -> ModelConfig:
@@ -22,27 +20,27 @@ def _read_v2(fields: JsonObject) -> ModelConfig:
 
 
 def _read_v3(fields: JsonObject) -> ModelConfig:
-    return read(fields, mla.read(fields), experts.read)
+    return read(fields, mla.read(fields), feed_forward.read_experts)
 
 
 def _read_v32(fields: JsonObject) -> ModelConfig:
     attention = mla.read(fields, q_latent=True)  # the indexer's queries are made from it, too
-    return read(fields, replace(attention, indexer=read_indexer(fields, attention)), experts.read)
+    return read(fields, replace(attention, indexer=read_indexer(fields, attention)), feed_forward.read_experts)
 
 
 def read(fields: JsonObject, attention: MLA, read_experts, outer: JsonObject | None = None) -> ModelConfig:
     """The configuration of a model with this attention; `read_experts(fields)` reads its experts.
 
-    `outer` is as in `decoder.read`.
+    `outer` is as in `read_config`.
     """
-    layers = experts.read_layers(fields, read_experts)
-    return decoder.read(fields, attention, rope.read_yarn(fields), layers, outer=outer)
+    layers = feed_forward.read_layers(fields, read_experts)
+    return read_config(fields, attention, rope.read_with_yarn(fields), layers, outer=outer)
 
 
 def _experts_v2(fields: JsonObject) -> Experts:
     grouped = fields.choice("topk_method", "greedy", "group_limited_greedy") != "greedy"
     fields.choice("norm_topk_prob", False, default=False)
-    return experts.read_routing(fields, "softmax", grouped=grouped, normalize=False)
+    return feed_forward.read_routing(fields, "softmax", grouped=grouped, normalize=False)
 
 
 def read_indexer(fields: JsonObject, attention: MLA) -> Indexer:
@@ -69,10 +67,10 @@ def _attention_weights(config: ModelConfig, attention: MLA, weight) -> dict[str,
 
 V3 = Family(
     _read_v3,
-    partial(decoder.weights, _attention_weights),
-    pre_norm(mla_attention),
-    mla.arrange,
-    store=pre_norm_store(mla_store),
+    partial(layer_weights, _attention_weights),
+    pre_norm(mla.attention),
+    mla.convert_weights,
+    store=pre_norm_store(mla.store),
 )
 V2 = replace(V3, read=_read_v2)
 V32 = replace(V3, read=_read_v32)

@@ -10,10 +10,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.models.config import CompressedAttention, Experts, HyperConnections, Indexer, ModelConfig, Rope, Yarn
-from jaxkv.models.families.family import Family
-from jaxkv.models.families.parts import decoder, rope
+from jaxkv.models.families.family import Family, read_config
 from jaxkv.models.json_object import JsonObject
-from jaxkv.models.layers import hyper
+from jaxkv.models.layers import hyper, rope
 from jaxkv.models.layers.compressed import block
 from jaxkv.models.model import Model
 from jaxkv.models.weights.weight import EXPERT, Weight
@@ -34,7 +33,7 @@ def _read(fields: JsonObject) -> ModelConfig:
     rotary = _rotary_dim(fields)
     plain, compressed = _ropes(fields, rotary)
     attention = _read_attention(fields, rotary, compressed)
-    config = decoder.read(fields, attention, plain, (0, _read_experts(fields)))
+    config = read_config(fields, attention, plain, (0, _read_experts(fields)))
     if config.tie_word_embeddings:
         raise fields.error("tie_word_embeddings", "false")
     if config.num_heads % attention.output_groups:
@@ -133,7 +132,7 @@ def _ropes(fields: JsonObject, rotary: int) -> tuple[Rope, Rope]:
 def _yarn(values: JsonObject) -> Yarn:
     """Bounds are always rounded: DeepSeek's code has no `truncate`, and transformers 5.24 does not read it here."""
     values.choice("truncate", True, default=True)
-    return rope.yarn(values)
+    return rope.read_yarn(values)
 
 
 def _read_experts(fields: JsonObject) -> Experts:
@@ -168,7 +167,7 @@ def _hash_layers(fields: JsonObject) -> int:
     return hashed
 
 
-def _outside(config: ModelConfig) -> dict[str, Any]:
+def _global_weights(config: ModelConfig) -> dict[str, Any]:
     hidden, vocab = config.hidden_size, config.vocab_size
     connections: Any = config.hyper
     n = connections.streams
@@ -262,13 +261,13 @@ def _mixture_weights(config: ModelConfig, experts: Any, weight, layer: int) -> d
     return tree
 
 
-def _enter(model: Model, x) -> jax.Array:
+def _embed(model: Model, x) -> jax.Array:
     """Streams [B, Q, n, hidden], all of which are the embeddings."""
     connections: Any = model.config.hyper
     return jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], connections.streams, x.shape[-1]))
 
 
-def _leave(model: Model, x) -> jax.Array:
+def _unembed(model: Model, x) -> jax.Array:
     connections: Any = model.config.hyper
     return hyper.last(connections, model.params["last_hyper"], x, model.config.rms_norm_eps)
 
@@ -284,9 +283,9 @@ DEEPSEEK_V4 = Family(
     _read,
     _weights,
     block,
-    outside=_outside,
-    enter=_enter,
-    leave=_leave,
+    global_weights=_global_weights,
+    embed=_embed,
+    unembed=_unembed,
     spellings=SPELLINGS,
     unused=r"mtp\..*",
 )

@@ -12,12 +12,12 @@ from dataclasses import replace
 
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.families import deepseek
-from jaxkv.models.families.parts import experts, mla
 from jaxkv.models.json_object import JsonObject
+from jaxkv.models.layers import feed_forward, mla
 
 
 def _read(fields: JsonObject) -> ModelConfig:
-    return deepseek.read(fields, mla.read(fields, latent_eps=fields.number("rms_norm_eps")), experts.read)
+    return deepseek.read(fields, mla.read(fields, latent_eps=fields.number("rms_norm_eps")), feed_forward.read_experts)
 
 
 GLM4_MOE_LITE = replace(deepseek.V3, read=_read)

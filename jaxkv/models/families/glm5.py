@@ -8,8 +8,8 @@ from typing import Any
 
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.families import deepseek
-from jaxkv.models.families.parts import experts, mla
 from jaxkv.models.json_object import JsonObject
+from jaxkv.models.layers import feed_forward, mla
 
 
 def _read(fields: JsonObject) -> ModelConfig:
@@ -20,7 +20,7 @@ def _read(fields: JsonObject) -> ModelConfig:
     types = _types(fields, fields.integer("num_hidden_layers"))
     layers = tuple(layer for layer, kind in enumerate(types) if kind == "full")
     indexer = replace(indexer, interleaved=True, layers=None if len(layers) == len(types) else layers)
-    return deepseek.read(fields, replace(attention, indexer=indexer), experts.read)
+    return deepseek.read(fields, replace(attention, indexer=indexer), feed_forward.read_experts)
 
 
 def _types(fields: JsonObject, num_layers: int) -> list[str]:

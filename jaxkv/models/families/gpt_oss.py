@@ -8,11 +8,10 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.models.config import Experts, ModelConfig
-from jaxkv.models.families.family import Family
-from jaxkv.models.families.parts import decoder, gqa, rope
+from jaxkv.models.families.family import Family, read_config, weight_of
 from jaxkv.models.json_object import JsonObject
+from jaxkv.models.layers import gqa, rope
 from jaxkv.models.layers.block import pre_norm
-from jaxkv.models.layers.gqa import by_kind, kind_of
 
 WINDOWED, FULL = "sliding_attention", "full_attention"
 ALPHA, LIMIT = 1.702, 7.0
@@ -25,9 +24,9 @@ def _read(fields: JsonObject) -> ModelConfig:
     attention = replace(gqa.read(fields), biases=True)
     if windowed:
         attention = replace(attention, window=fields.integer("sliding_window"), windowed=windowed)
-    rotary = rope.read(fields, {"yarn": rope.yarn}, interleaved=False)
+    rotary = rope.read(fields, {"yarn": rope.read_yarn}, interleaved=False)
     experts = 0, _read_experts(fields)
-    return decoder.read(fields, attention, rotary, experts, dtype="bfloat16", biases=True, mxfp4=True)
+    return read_config(fields, attention, rotary, experts, dtype="bfloat16", biases=True, mxfp4=True)
 
 
 def _kinds(fields: JsonObject, num_layers: int) -> list[str]:
@@ -55,7 +54,7 @@ def _read_experts(fields: JsonObject) -> Experts:
 
 
 def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
-    weight, hidden = decoder.of_layer(layer), config.hidden_size
+    weight, hidden = weight_of(layer), config.hidden_size
     attention: Any = config.attention
     experts: Any = config.experts
     count, size = experts.count, experts.intermediate_size
@@ -76,10 +75,10 @@ def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
     }
     return {
         "attention_norm": weight("input_layernorm.weight", hidden),
-        "attention": {kind_of(attention, layer): {**gqa.weights(config, attention, weight), "sinks": sinks}},
+        "attention": {gqa.kind_of(attention, layer): {**gqa.weights(config, attention, weight), "sinks": sinks}},
         "feed_forward_norm": weight("post_attention_layernorm.weight", hidden),
         "mixture": mixture,
     }
 
 
-GPT_OSS = Family(_read, _weights, pre_norm(by_kind))
+GPT_OSS = Family(_read, _weights, pre_norm(gqa.by_kind))

@@ -11,12 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.models.config import MLA, DeltaNet, ModelConfig, Rope
-from jaxkv.models.families.family import WITHOUT_HEAD, Family, Layer
-from jaxkv.models.families.parts import decoder, experts, mla
+from jaxkv.models.families.family import WITHOUT_HEAD, Family, Layer, layer_weights, read_config
 from jaxkv.models.json_object import JsonObject
+from jaxkv.models.layers import feed_forward, mla
 from jaxkv.models.layers.block import pre_norm
 from jaxkv.models.layers.delta_net import delta_net_or
-from jaxkv.models.layers.mla import attention
 from jaxkv.models.weights.weight import Weight
 
 NAMES = {
@@ -38,8 +37,8 @@ def _read(fields: JsonObject) -> ModelConfig:
     fields.choice("mla_use_nope", True, default=True)
     fields.choice("use_grouped_topk", True, default=True)
     fields.choice("mla_use_output_gate", False, default=False)
-    layers = experts.read_layers(fields, experts.read)
-    config = decoder.read(fields, replace(mla.read(fields), rotated=False), Rope(1.0, False, None), layers)
+    layers = feed_forward.read_layers(fields, feed_forward.read_experts)
+    config = read_config(fields, replace(mla.read(fields), rotated=False), Rope(1.0, False, None), layers)
     return replace(config, recurrent=_read_recurrent(fields))
 
 
@@ -81,7 +80,7 @@ def _recurrent_layers(fields: JsonObject) -> tuple[int, ...]:
 
 def _weights(config: ModelConfig, layer: int) -> Layer:
     recurrent: Any = config.recurrent
-    tree = decoder.weights(_recurrent_weights if layer in recurrent.layers else mla.weights, config, layer)
+    tree = layer_weights(_recurrent_weights if layer in recurrent.layers else mla.weights, config, layer)
     if "mixture" not in tree:
         return tree
     mixture = _named(tree["mixture"], {".mlp.": ".block_sparse_moe."})
@@ -117,11 +116,11 @@ def _recurrent_weights(config: ModelConfig, attention: MLA, weight) -> dict[str,
     }
 
 
-def _arrange(config: ModelConfig, attention: MLA, layer: Layer) -> Layer:
-    """A layer with one convolution of queries, keys and values, or with `kv_b` as `mla.arrange` splits it."""
+def _convert_weights(config: ModelConfig, attention: MLA, layer: Layer) -> Layer:
+    """A layer with one convolution of queries, keys and values, or with `kv_b` as `mla.convert_weights` splits it."""
     tree = dict(layer["attention"])
     if "kv_b" in tree:
-        return mla.arrange(config, attention, layer)
+        return mla.convert_weights(config, attention, layer)
     tree["conv"] = jnp.concatenate([tree.pop(f"{name}_conv") for name in "qkv"])
     return {**layer, "attention": tree}
 
@@ -131,4 +130,4 @@ SPELLINGS = {
     r"(?:model\.)?(layers\.[0-9]+)\.block_sparse_moe\.((?:gate|up|down)_proj\.)": r"model.\1.mlp.\2",
     **WITHOUT_HEAD,
 }
-KIMI_LINEAR = Family(_read, _weights, pre_norm(delta_net_or(attention)), _arrange, spellings=SPELLINGS)
+KIMI_LINEAR = Family(_read, _weights, pre_norm(delta_net_or(mla.attention)), _convert_weights, spellings=SPELLINGS)

@@ -1,18 +1,34 @@
 """LongCat-Flash: layers of two attentions with MLA, dense feed-forwards, and experts beside them, some without weights.
 
-Queries and latents are scaled, so that their variance does not depend on their rank (arXiv 2509.01322, section 2.3).
-The norms before them have a weight each, with which these constants are multiplied while loading.
+A layer (arXiv 2509.01322, section 2.2) is
+
+    x = x + attention_0(norm x)
+    y = norm x;  x = x + dense_0(y)
+    x = x + attention_1(norm x)
+    x = x + dense_1(norm x) + experts(y)
+
+experts(y) depends on nothing after y, so that it may run beside the rest.
+
+Queries and latents are scaled, so that their variance does not depend on their rank (section 2.3).  The norms before
+them have a weight each, with which these constants are multiplied while loading.
 """
 
 from dataclasses import replace
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
+from jaxkv.cache import KVCache
+from jaxkv.models.batch import Batch
 from jaxkv.models.config import MLA, Experts, ModelConfig
-from jaxkv.models.families.family import Family
-from jaxkv.models.families.parts import decoder, mla, rope
-from jaxkv.models.families.parts.feed_forward import feed_forward
+from jaxkv.models.families.family import Family, read_config, weight_of
 from jaxkv.models.json_object import JsonObject
-from jaxkv.models.layers.shortcut import block
+from jaxkv.models.layers import mla, rope
+from jaxkv.models.layers.feed_forward import dense, route, routed, swiglu_weights
+from jaxkv.models.layers.linear import rms_norm
+from jaxkv.models.model import Model
+from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights.weight import EXPERT
 
 NAMES = {
@@ -34,8 +50,8 @@ def _read(fields: JsonObject) -> ModelConfig:
     fields.choice("rope_interleave", True, default=True)
     attention = mla.read(fields, q_latent=True)
     fields.choice("head_dim", attention.qk_rope_head_dim, default=attention.qk_rope_head_dim)
-    rotary = rope.read(fields, {"yarn": rope.yarn}, interleaved=True, theta=THETA)
-    config = decoder.read(fields, attention, rotary, (0, _read_experts(fields)), dtype="bfloat16")
+    rotary = rope.read(fields, {"yarn": rope.read_yarn}, interleaved=True, theta=THETA)
+    config = read_config(fields, attention, rotary, (0, _read_experts(fields)), dtype="bfloat16")
     # Its layer of multi-token prediction has other weights than those that `speculative.py` describes.
     return replace(config, attentions_per_layer=2, num_nextn_predict_layers=0)
 
@@ -61,7 +77,7 @@ def _read_experts(fields: JsonObject) -> Experts:
 
 
 def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
-    weight, hidden = decoder.of_layer(layer), config.hidden_size
+    weight, hidden = weight_of(layer), config.hidden_size
     attention: Any = config.attention
     experts: Any = config.experts
     routes = experts.count + experts.zero_count
@@ -74,22 +90,22 @@ def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
             "attention_norm": weight(f"input_layernorm.{i}.weight", hidden),
             "attention": mla.weights(config, attention, numbered),
             "feed_forward_norm": weight(f"post_attention_layernorm.{i}.weight", hidden),
-            "dense": feed_forward(weight, f"mlps.{i}", hidden, config.intermediate_size),
+            "dense": swiglu_weights(weight, f"mlps.{i}", hidden, config.intermediate_size),
         }
 
     mixture = {
         "router": weight("mlp.router.classifier.weight", routes, hidden, exact=True),
         "router_bias": weight("mlp.router.e_score_correction_bias", routes, exact=True),
-        "experts": feed_forward(
+        "experts": swiglu_weights(
             weight, f"mlp.experts.{EXPERT}", hidden, experts.intermediate_size, experts=experts.count
         ),
     }
     return {"halves": (half(0), half(1)), "mixture": mixture}
 
 
-def _arrange(config: ModelConfig, attention: MLA, layer: dict[str, Any]) -> dict[str, Any]:
+def _convert_weights(config: ModelConfig, attention: MLA, layer: dict[str, Any]) -> dict[str, Any]:
     def scaled(half: dict[str, Any]) -> dict[str, Any]:
-        half = mla.arrange(config, attention, half)
+        half = mla.convert_weights(config, attention, half)
         part = dict(half["attention"])
         ranks: dict[str, Any] = {"q_a_norm": attention.q_lora_rank, "kv_a_norm": attention.kv_lora_rank}
         for name, rank in ranks.items():
@@ -100,12 +116,45 @@ def _arrange(config: ModelConfig, attention: MLA, layer: dict[str, Any]) -> dict
     return {**layer, "halves": tuple(map(scaled, layer["halves"]))}
 
 
+def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tuple[KVCache, None, jax.Array]:
+    """The layer, whose attentions have the layers 2 * `layer` and 2 * `layer` + 1 of the cache."""
+    config, total = model.config, model.parallel.total
+    options: Any = config.attention
+    experts: Any = config.experts
+
+    def half(i: int, x, cache: KVCache):
+        part = weights["halves"][i]
+        normed = rms_norm(x, part["attention_norm"], config.rms_norm_eps)
+        place = 2 * layer + jnp.int32(i)
+        cache, _, out = mla.attention(model, options, part["attention"], normed, cache, batch, place)
+        x = x + total(out)
+        normed = rms_norm(x, part["feed_forward_norm"], config.rms_norm_eps)
+        return cache, x, normed, dense(part["dense"], normed)
+
+    cache, x, normed, out = half(0, x, cache)
+    divided, whole = _mixture(experts, weights["mixture"], normed, model.parallel)
+    cache, x, _, last = half(1, x + total(out), cache)
+    return cache, None, x + total(last + divided) + whole
+
+
+def _mixture(config: Experts, weights, x, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
+    """The weighted sums of each token's experts with weights, and of those without, whose output is the token itself.
+
+    If devices divide the weights, the former is this device's term of a sum over devices, but the latter is whole.
+    """
+    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]))
+    has_weights = chosen < config.count
+    divided = routed(config, weights["experts"], x, jnp.where(has_weights, chosen, -1), shares, parallel)
+    unchanged = jnp.where(has_weights, 0.0, shares).sum(axis=-1).reshape(*x.shape[:-1], 1)
+    return divided, (unchanged * x.astype(jnp.float32)).astype(x.dtype)
+
+
 # Transformers also saves matrices of experts without weights, which have no use.  Layers of multi-token prediction are
 # `model.mtp`.
 LONGCAT_FLASH = Family(
     _read,
     _weights,
     block,
-    _arrange,
+    _convert_weights,
     unused=r"model\.mtp\..*|model\.layers\.[0-9]+\.mlp\.experts\.[0-9]+\.(gate|up)_proj\.weight",
 )

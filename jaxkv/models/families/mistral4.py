@@ -9,8 +9,9 @@ from typing import Any
 
 from jaxkv.models.config import Experts, ModelConfig, QueryScale
 from jaxkv.models.families import deepseek
-from jaxkv.models.families.parts import decoder, experts, mla, rope
+from jaxkv.models.families.family import read_config, weight_of
 from jaxkv.models.json_object import JsonObject
+from jaxkv.models.layers import feed_forward, mla, rope
 
 
 def _read(fields: JsonObject, outer: JsonObject | None = None) -> ModelConfig:
@@ -23,26 +24,26 @@ def _read(fields: JsonObject, outer: JsonObject | None = None) -> ModelConfig:
     )
     rotary = rope.read(
         fields,
-        {"yarn": rope.yarn},
+        {"yarn": rope.read_yarn},
         interleaved=fields.flag("rope_interleave", default=True),
         # Of the values of a query's head, as transformers counts them.
         partial=attention.qk_rope_head_dim / (attention.qk_nope_head_dim + attention.qk_rope_head_dim),
     )
-    layers = experts.read_layers(fields, _read_experts)
-    return decoder.read(fields, replace(attention, query_scale=scale), rotary, layers, outer=outer)
+    layers = feed_forward.read_layers(fields, _read_experts)
+    return read_config(fields, replace(attention, query_scale=scale), rotary, layers, outer=outer)
 
 
 def _read_experts(fields: JsonObject) -> Experts:
     fields.choice("n_group", 1, default=1)
     fields.choice("topk_group", 1, default=1)
-    return experts.read_routing(fields, "softmax", grouped=False, normalize=fields.flag("norm_topk_prob"))
+    return feed_forward.read_routing(fields, "softmax", grouped=False, normalize=fields.flag("norm_topk_prob"))
 
 
 def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
     """The weights of a layer.  Checkpoints have the experts of a layer in two tensors."""
     tree = deepseek.V3.weights(config, layer)
     if "mixture" in tree:
-        weight, hidden = decoder.of_layer(layer), config.hidden_size
+        weight, hidden = weight_of(layer), config.hidden_size
         gate = tree["mixture"]["experts"]["gate"]
         count, (size, _) = gate.experts, gate.shape
         both, down = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"

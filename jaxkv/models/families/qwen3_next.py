@@ -7,13 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.models.config import GQA, DeltaNet, Experts, ModelConfig
-from jaxkv.models.families.family import Family
-from jaxkv.models.families.parts import decoder, gqa, rope
-from jaxkv.models.families.parts.feed_forward import feed_forward
+from jaxkv.models.families.family import Family, layer_weights, read_config, weight_of
 from jaxkv.models.json_object import JsonObject
+from jaxkv.models.layers import gqa, rope
 from jaxkv.models.layers.block import pre_norm
 from jaxkv.models.layers.delta_net import delta_net_or
-from jaxkv.models.layers.gqa import attention
+from jaxkv.models.layers.feed_forward import swiglu_weights
 
 ROTARY_FACTOR, INTERVAL = 0.25, 4
 """`partial_rotary_factor` and `full_attention_interval` by default."""
@@ -34,7 +33,7 @@ def _read(fields: JsonObject) -> ModelConfig:
     fields.choice("use_sliding_window", False, default=False)
     fields.choice("decoder_sparse_step", 1, default=1)
     fields.choice("mlp_only_layers", [], None, default=[])
-    config = decoder.read(fields, heads, rotary, (0, _read_experts(fields)))
+    config = read_config(fields, heads, rotary, (0, _read_experts(fields)))
     # Layers of multi-token prediction have other weights than those that `speculative.py` describes.
     return replace(config, recurrent=_read_recurrent(fields), centred_norms=True, num_nextn_predict_layers=0)
 
@@ -96,11 +95,11 @@ def _recurrent_layers(fields: JsonObject, num_layers: int) -> tuple[int, ...]:
 
 def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
     recurrent: Any = config.recurrent
-    tree = decoder.weights(_recurrent_weights if layer in recurrent.layers else _attention_weights, config, layer)
-    weight, hidden = decoder.of_layer(layer), config.hidden_size
+    tree = layer_weights(_recurrent_weights if layer in recurrent.layers else _attention_weights, config, layer)
+    weight, hidden = weight_of(layer), config.hidden_size
     experts: Any = config.experts
     shared = {
-        "shared": feed_forward(weight, "mlp.shared_expert", hidden, experts.shared_intermediate_size),
+        "shared": swiglu_weights(weight, "mlp.shared_expert", hidden, experts.shared_intermediate_size),
         "shared_gate": weight("mlp.shared_expert_gate.weight", 1, hidden, expanded=True),
     }
     return {**tree, "mixture": {**tree["mixture"], **shared}}
@@ -131,4 +130,4 @@ def _recurrent_weights(config: ModelConfig, attention: GQA, weight) -> dict[str,
     }
 
 
-QWEN3_NEXT = Family(_read, _weights, pre_norm(delta_net_or(attention)), unused=r"mtp\..*")
+QWEN3_NEXT = Family(_read, _weights, pre_norm(delta_net_or(gqa.attention)), unused=r"mtp\..*")

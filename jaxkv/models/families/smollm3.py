@@ -4,11 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from jaxkv.models.config import GQA, ModelConfig
-from jaxkv.models.families.family import Family
-from jaxkv.models.families.parts import decoder, gqa, rope
+from jaxkv.models.families.family import Family, layer_weights, read_config
 from jaxkv.models.json_object import JsonObject
+from jaxkv.models.layers import gqa, rope
 from jaxkv.models.layers.block import pre_norm
-from jaxkv.models.layers.gqa import by_kind, kind_of
 
 THETA = 2_000_000.0
 """`rope_theta` by default."""
@@ -22,7 +21,7 @@ def _read(fields: JsonObject) -> ModelConfig:
     unrotated = tuple(layer for layer, rotates in enumerate(rotated) if not rotates)
     rotary = rope.read(fields, {}, interleaved=False, theta=THETA)
     attention = replace(gqa.read(fields), unrotated=unrotated)
-    return decoder.read(fields, attention, rotary, tied=True, biases=attention.biases)
+    return read_config(fields, attention, rotary, tied=True, biases=attention.biases)
 
 
 def _rotated(fields: JsonObject, num_layers: int) -> list[int]:
@@ -39,9 +38,9 @@ def _rotated(fields: JsonObject, num_layers: int) -> list[int]:
 
 def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
     def attention(config: ModelConfig, attention: GQA, weight) -> dict[str, Any]:
-        return {kind_of(attention, layer): gqa.weights(config, attention, weight)}
+        return {gqa.kind_of(attention, layer): gqa.weights(config, attention, weight)}
 
-    return decoder.weights(attention, config, layer)
+    return layer_weights(attention, config, layer)
 
 
-SMOLLM3 = Family(_read, _weights, pre_norm(by_kind))
+SMOLLM3 = Family(_read, _weights, pre_norm(gqa.by_kind))

@@ -13,15 +13,17 @@ from jaxkv.models.layers.feed_forward import feed_forward
 from jaxkv.models.layers.linear import rms_norm
 from jaxkv.models.model import Model
 
-Part = Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
+AttentionFn = Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
+"""`attention(model, config.attention, weights, x, cache, batch, layer)` combines x [B, Q, hidden] with cached tokens.
+
+It returns the cache, the slots selected for later layers (`Batch.selected`), and its output [B, Q, hidden].
+"""
+Block = Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
+"""`Family.block`."""
 
 
-def pre_norm(attention: Part) -> Part:
-    """The layer function with the given attention.
-
-    It calls `attention(model, config.attention, weights, x, cache, batch, layer)`.  Both return the cache, the slots
-    selected for later layers (`Batch.selected`), and their output [B, Q, hidden].
-    """
+def pre_norm(attention: AttentionFn) -> Block:
+    """The layer function with the given attention."""
 
     def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer):
         config, total = model.config, model.parallel.total

@@ -1,8 +1,16 @@
 """A layer with the gated delta rule instead of attention (Gated DeltaNet, Kimi Delta Attention); its states are in the
 cache.
+
+A state is a matrix per value head, and the last tokens before a short convolution, in float32.  Block j of the table
+"state" (`Model.layout_with_states`) has the states of all recurrent layers after the last token of block j that was
+computed.  A step reads the state of the block with the request's last cached token, and writes that of the block with
+its own last token; ids of other blocks may be -1, so that a running request needs two blocks at most.  States are
+passed on between steps, not between rows: in a step, a request has one row.
+
+A block of a prompt whose state is kept is a prefix.  Another request continues from it if its tables have the same
+block of states, and the same blocks of keys and values up to it.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,17 +20,15 @@ from jax import lax
 from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch, joined
 from jaxkv.models.config import DeltaNet
+from jaxkv.models.layers.block import AttentionFn
 from jaxkv.models.layers.delta_rule import convolve, gated_delta_rule
 from jaxkv.models.layers.linear import linear, rms_norm, with_rank
 from jaxkv.models.model import STATE, Model
 from jaxkv.ops.slots import slots_for
 from jaxkv.ops.states import read_state, write_state
 
-Mixer = Callable[..., tuple[KVCache, jax.Array | None, jax.Array]]
-"""The part of a layer that mixes tokens: the arguments and results of `delta_net`, with the attention's `config`."""
 
-
-def delta_net_or(attention: Mixer) -> Mixer:
+def delta_net_or(attention: AttentionFn) -> AttentionFn:
     """`delta_net` in layers that have its weights, else `attention`, with the number of the layer among those of its
     kind: the cache counts layers of each kind.
     """
@@ -73,19 +79,19 @@ def delta_net(
 
     inputs = (_of_channels if config.channel_decays else _of_heads)(config, weights, x)
     new = batch.slots.reshape(shape) >= 0, inputs.mixed, inputs.decay, inputs.rate
-    parts: list[Any] = []
-    for part, *arrays in zip(batch.parts, *map(batch.divided, new), strict=True):
+    results: list[Any] = []
+    for sub_batch, *arrays in zip(batch.sub_batches, *map(batch.divided, new), strict=True):
         count = arrays[0].sum(axis=1, dtype=jnp.int32)
-        before, after = part.seq_lens - count - 1, jnp.where(count > 0, part.seq_lens, 0) - 1
+        before, after = sub_batch.seq_lens - count - 1, jnp.where(count > 0, sub_batch.seq_lens, 0) - 1
         sizes = {"block_size": states.layout.block_size}
-        before, after = (slots_for(part.tables[STATE], last // tokens, **sizes) for last in (before, after))
+        before, after = (slots_for(sub_batch.tables[STATE], last // tokens, **sizes) for last in (before, after))
         # XLA must not read the old states once more, after the new ones are stored: it would copy the cache before.
         states, state = lax.optimization_barrier((states, read_state(states, before, **options)))
-        parts.append((after, *_advance(config, weights, state, count, *arrays)))
-    for slots, after, _ in parts:
+        results.append((after, *_advance(config, weights, state, count, *arrays)))
+    for slots, after, _ in results:
         states = write_state(states, after, slots, **options)
 
-    out = joined([out for *_, out in parts]).astype(x.dtype)
+    out = joined([out for *_, out in results]).astype(x.dtype)
     out = rms_norm(out, weights["norm"], model.config.rms_norm_eps).astype(jnp.float32) * inputs.gate
     return states.view(cache.layout), None, linear(out.astype(x.dtype).reshape(*shape, -1), weights["o"])
 
@@ -116,7 +122,7 @@ def _of_channels(config: DeltaNet, weights, x) -> Inputs:
 
 
 def _advance(config: DeltaNet, weights, state, count, is_new, mixed, decay, rate) -> tuple[dict[str, Any], jax.Array]:
-    """The state after the new tokens of one part, and their outputs, float32 [B, Q, H, V].
+    """The state after the new tokens of one sub-batch, and their outputs, float32 [B, Q, H, V].
 
     `mixed` are queries, keys and values before the convolution, [B, Q, channels].
     """

@@ -5,9 +5,9 @@ A step of the model is one `shard_map` around all layers.  The code inside is th
 `parallel` of `load` selects one of these.
 """
 
+from jaxkv.models.parallel.base import OneDevice as OneDevice
 from jaxkv.models.parallel.context import ContextParallel as ContextParallel
 from jaxkv.models.parallel.data import DataParallel as DataParallel
-from jaxkv.models.parallel.data_expert import DataExpertParallel as DataExpertParallel
+from jaxkv.models.parallel.expert import DataExpertParallel as DataExpertParallel
 from jaxkv.models.parallel.expert import ExpertParallel as ExpertParallel
-from jaxkv.models.parallel.one_device import OneDevice as OneDevice
 from jaxkv.models.parallel.tensor import TensorParallel as TensorParallel

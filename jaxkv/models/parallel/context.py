@@ -8,7 +8,7 @@ from jax import lax
 
 from jaxkv.checks import positive_int
 from jaxkv.layout.layout import TokenShards
-from jaxkv.models.parallel.on_mesh import OnMesh
+from jaxkv.models.parallel.base import OnMesh
 from jaxkv.parallel import context
 
 
@@ -18,7 +18,8 @@ class ContextParallel(OnMesh):
     many tokens as one device could.
 
     Token i is on device `i // interleave % n`.  The devices' partial attentions are merged with one gather per layer,
-    or two with V3.2's indexer.  Every device computes everything else in full.
+    or two with V3.2's indexer.  Every device computes everything else in full.  A prefill treats every new token as a
+    request of its own, which re-reads the device's shard of the cache.
 
     Args:
       mesh: the devices, those of other processes included.

@@ -1,16 +1,11 @@
 """Data parallelism: devices divide the requests."""
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, override
+from dataclasses import dataclass
+from typing import override
 
 import jax
 
-from jaxkv.models.parallel.on_mesh import OnMesh
-from jaxkv.models.parallel.one_device import OneDevice
-
-if TYPE_CHECKING:
-    from jaxkv.models.model import Model
+from jaxkv.models.parallel.base import OnMesh
 
 
 @dataclass(frozen=True)
@@ -43,10 +38,3 @@ class DataParallel(OnMesh):
             if (rows := array.shape[0]) % self.num_devices:
                 raise ValueError(f"`tokens` has {rows} rows: expected a multiple of the {self.num_devices} devices")
         return super().run(function, model, cache, *batch)
-
-    def replicas(self, model: "Model") -> "Iterator[Model]":
-        """Yields, for each device of this process, a model on that device alone.  No weight is copied."""
-        arrays, structure = jax.tree.flatten(model.params)
-        for shards in zip(*(array.addressable_shards for array in arrays), strict=True):
-            params = jax.tree.unflatten(structure, [shard.data for shard in shards])
-            yield replace(model, params=params, parallel=OneDevice(shards[0].device))

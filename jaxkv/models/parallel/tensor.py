@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 from jax.tree_util import DictKey
 
 from jaxkv.models.config import GQA
-from jaxkv.models.parallel.on_mesh import OnMesh
+from jaxkv.models.parallel.base import OnMesh
 
 DIVIDED = {
     **{"q": -2, "k": -2, "v": -2, "kv_b": -2, "w_uk": -3, "w_uv": -3, "o": -1, "gate": -2, "up": -2, "down": -1},

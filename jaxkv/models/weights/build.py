@@ -8,8 +8,7 @@ from jaxkv.checks import FLOATS, float_dtype
 from jaxkv.models.config import CompressedAttention, ModelConfig
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.model import Model
-from jaxkv.models.parallel.base import Parallel
-from jaxkv.models.parallel.one_device import OneDevice
+from jaxkv.models.parallel.base import OneDevice, Parallel
 from jaxkv.models.weights import entry_scales
 from jaxkv.models.weights.weight import Weight
 from jaxkv_kernels.formats.entries import IndexerEntry
@@ -47,7 +46,7 @@ class Build:
         if isinstance(config.attention, CompressedAttention):
             config.attention.key_entry(self.entry_format)
         if config.indexer is not None:
-            IndexerEntry.beside(self.entry_format, config.indexer.head_dim)
+            IndexerEntry.for_latents(self.entry_format, config.indexer.head_dim)
         self._implementation = tuple(implementation) if isinstance(implementation, list) else implementation
         self.parallel = OneDevice() if parallel is None else parallel
         if not isinstance(self.parallel, Parallel):
@@ -80,10 +79,10 @@ class Build:
 
         `scales` are those of `entry_scales.read`; they are 1 by default.
         """
-        config, arrange = self._config, FAMILIES[self._config.architecture].arrange
-        params["layers"] = tuple(arrange(config, config.attention, layer) for layer in params["layers"])
+        config, convert = self._config, FAMILIES[self._config.architecture].convert_weights
+        params["layers"] = tuple(convert(config, config.attention, layer) for layer in params["layers"])
         if "mtp" in params:
-            params["mtp"]["layer"] = arrange(config, config.attention, params["mtp"]["layer"])
+            params["mtp"]["layer"] = convert(config, config.attention, params["mtp"]["layer"])
         if self.scales_entries and scales is None:
             shapes = entry_scales.shapes(config, mtp="mtp" in params)
             scales = {name: np.ones(shape, np.float32) for name, shape in shapes.items()}

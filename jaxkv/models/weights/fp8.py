@@ -6,6 +6,10 @@ float32; despite the name, the scale is not inverted.
 Source: `weight_dequant` in `inference/kernel.py` of https://huggingface.co/deepseek-ai/DeepSeek-V3.
 compressed-tensors calls the scales `NAME_scale`.  Checkpoints of V4 have `PREFIX.scale` beside `PREFIX.weight`, with
 powers of two of dtype F8_E8M0.
+
+Weights that are only multiplied stay in float8 (`jaxkv.TileScaled`).  On Hopper, kernels convert them in registers:
+experts in `jaxkv.grouped_swiglu`, and dense products of up to 256 tokens in `jaxkv.scaled_linear`.  For more tokens,
+XLA expands a dense weight before its product.
 """
 
 from collections.abc import Iterable

@@ -11,13 +11,13 @@ import numpy as np
 from jaxkv.models.config import ModelConfig
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import Parallel
-from jaxkv.models.weights import entry_scales, fp8, mxfp4
+from jaxkv.models.weights import entry_scales, fp8
 from jaxkv.models.weights.build import Build
 from jaxkv.models.weights.checkpoint import Checkpoint
-from jaxkv.models.weights.parameters import copied, parameters, required_names, unused
-from jaxkv.models.weights.placed import Placed, expanded_part, scaled_part, table_part
+from jaxkv.models.weights.parameters import copied, parameters, required_names, spellings, unused
+from jaxkv.models.weights.parts import expanded_part, mxfp4_part, scaled_part, table_part
+from jaxkv.models.weights.placed import Placed
 from jaxkv.models.weights.safetensors_file import Index
-from jaxkv.models.weights.spellings import spellings
 from jaxkv.models.weights.weight import Weight
 from jaxkv_kernels.tile_scaled import TileScaled
 
@@ -135,7 +135,7 @@ class _Plain:
             if self._weight.below:
                 return table_part(self._checkpoint, name, self._weight.below, place, device)
             if self._checkpoint.is_mxfp4(name):
-                found = mxfp4.part(self._checkpoint, name, self._dtype, place, device)
+                found = mxfp4_part(self._checkpoint, name, self._dtype, place, device)
             elif self._weight.swapped:
                 stack, rows, columns = place
                 found = expanded_part(self._checkpoint, name, self._dtype, (stack, columns, rows), device)

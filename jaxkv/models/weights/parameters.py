@@ -25,7 +25,7 @@ def parameters(config: ModelConfig, *, mtp: bool, names: Container[str] | None =
     With `mtp`, also "mtp": the layer of multi-token prediction, which has its decoder layer as "layer".  With the
     `names` of a checkpoint's weights, optional weights that it lacks are None.
     """
-    tree: dict[str, Any] = {**_outside_layers(config), "layers": tuple(_layers(config))}
+    tree: dict[str, Any] = {**_global_weights(config), "layers": tuple(_layers(config))}
     if mtp:
         tree["mtp"] = _mtp(config)
     if names is None:
@@ -35,16 +35,16 @@ def parameters(config: ModelConfig, *, mtp: bool, names: Container[str] | None =
 
 def required_names(config: ModelConfig, *, mtp: bool) -> Iterator[str]:
     """The names of all weights that a checkpoint must have, one by one: a wrong configuration may have billions."""
-    for tree in chain([_outside_layers(config)], _layers(config), [_mtp(config)] if mtp else []):
+    for tree in chain([_global_weights(config)], _layers(config), [_mtp(config)] if mtp else []):
         for weight in jax.tree.leaves(tree):
             if not weight.optional:
                 yield from weight.all_names()
 
 
-def _outside_layers(config: ModelConfig) -> Layer:
-    outside = FAMILIES[config.architecture].outside
-    if outside is not None:
-        return _named(config, outside(config))
+def _global_weights(config: ModelConfig) -> Layer:
+    global_weights = FAMILIES[config.architecture].global_weights
+    if global_weights is not None:
+        return _named(config, global_weights(config))
     hidden, vocab = config.hidden_size, config.vocab_size
     tree = {
         "embed": Weight(EMBED, (vocab, hidden), expanded=True),
@@ -114,7 +114,7 @@ def unused(config: ModelConfig, names: Iterable[str]) -> set[str]:
         if own or frequencies.fullmatch(name):
             found.add(name)
         match = drafting.fullmatch(name)
-        if match and int(match[1]) >= config.num_layers and family.outside is None:
+        if match and int(match[1]) >= config.num_layers and family.global_weights is None:
             found |= _mtp_names(config, int(match[1])) & names
     return found
 
@@ -124,3 +124,17 @@ def _mtp_names(config: ModelConfig, layer: int) -> set[str]:
     names = {name for weight in jax.tree.leaves(_layer(config, layer)) for name in weight.all_names()}
     names |= {f"{prefix}model.layers.{layer}.{name}.weight" for name in MTP}
     return names.union(*map(fp8.scale_names, names))
+
+
+def spellings(config: ModelConfig, names: Iterable[str]) -> dict[str, str]:
+    """The names that this module has for those of a checkpoint's `names` that are spelt in another way.
+
+    They are those of `Family.spellings`; and a head without an embedding is the embedding if config.json ties the two,
+    because weights that share memory are saved once.
+    """
+    family = FAMILIES[config.architecture]
+    own = {name: family.own_name(name) for name in names}
+    embed, head = family.prefix + EMBED, family.prefix + HEAD
+    if config.tie_word_embeddings and embed not in own.values():
+        own = {name: embed if new == head else new for name, new in own.items()}
+    return {name: new for name, new in own.items() if new != name}

@@ -12,7 +12,7 @@ from jax import lax
 
 from jaxkv.cache import KVCache
 from jaxkv_kernels import cudnn
-from jaxkv_kernels.addressing.slots import lengths_in_table, table_tokens
+from jaxkv_kernels.addressing import lengths_in_table, table_tokens
 from jaxkv_kernels.xla import expanded
 from jaxkv_kernels.xla.paged import walk
 

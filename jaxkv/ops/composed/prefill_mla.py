@@ -1,5 +1,6 @@
 """Attention of many new tokens to the cache, by keys and values that are expanded from latents."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, overload, override
@@ -29,15 +30,21 @@ from jaxkv.ops.gathers import gather_mla
 from jaxkv.ops.plan import DecodePlan
 from jaxkv_kernels import cudnn
 from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.mosaic_gpu import unsupported
 from jaxkv_kernels.xla import expanded
 
 
 def attend_expanded(*args, **kwargs):
-    """`attend_expanded` of `jaxkv_kernels.mosaic_gpu.attention.expanded`, which imports Pallas."""
-    from jaxkv_kernels.mosaic_gpu.attention.expanded import attend_expanded
+    """`attend_expanded` of `jaxkv_kernels.mosaic_gpu.prefill`, which imports Pallas."""
+    from jaxkv_kernels.mosaic_gpu.prefill import attend_expanded
 
     return attend_expanded(*args, **kwargs)
+
+
+def unsupported_heads(dtype, nope: int, rope: int, value: int) -> Iterable[str]:
+    """The reasons against `attend_expanded` for such heads, also those of this machine."""
+    from jaxkv_kernels.mosaic_gpu.prefill import unsupported_reasons
+
+    return unsupported_reasons(dtype, nope, rope, value)
 
 
 def expansion_pays(q_len: int, *, latent: int, nope: int, value: int) -> bool:
@@ -76,7 +83,7 @@ def prefers_expansion(q_len: int, dtype, *, latent: int, rope: int, nope: int, v
         return pays
     if any(cudnn.unsupported_reasons(dtype, nope + rope, value)):
         return False
-    by_kernel = not any(unsupported.attend_expanded(dtype, nope, rope, value))
+    by_kernel = not any(unsupported_heads(dtype, nope, rope, value))
     return pays and q_len >= (LEAST_WITH_KERNEL if by_kernel else LEAST_ON_GPUS)
 
 
@@ -257,14 +264,16 @@ class _Latents(Context):
     def in_parts(self, q):
         nope, value = self.w_uk.shape[1], self.w_uv.shape[1]
         rope = q.shape[-1] - nope
-        if self.attention(q) is not cudnn or any(unsupported.attend_expanded(q.dtype, nope, rope, value)):
+        if self.attention(q) is not cudnn or any(unsupported_heads(q.dtype, nope, rope, value)):
             return None
 
         def attend(q, kv_c, k_pe, kv_lens):
             k_nope, v = self._products(kv_c)
             return attend_expanded(q, k_nope, k_pe, v, kv_lens, scale=self.scale)
 
-        return InParts(attend, rope, unsupported.TILE_ROWS)
+        from jaxkv_kernels.mosaic_gpu.prefill import TILE_ROWS
+
+        return InParts(attend, rope, TILE_ROWS)
 
     def _products(self, kv_c):
         """Keys [..., H, N], without their rotary part, and values [..., H, V] of latents [..., R]."""

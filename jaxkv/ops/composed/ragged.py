@@ -27,7 +27,7 @@ from jaxkv.checks import Dims, check_cache, entry_scale, int32, positive_scale, 
 from jaxkv.dispatch import Implementations
 from jaxkv.ops.attention import converted, decode_kv, decode_mla, query_axes
 from jaxkv.ops.writes import write_kv, write_mla
-from jaxkv_kernels.addressing.slots import lengths_in_table, ragged_slots
+from jaxkv_kernels.addressing import lengths_in_table, ragged_slots
 from jaxkv_kernels.formats.bits import FP8, e4m3_values
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 

@@ -4,8 +4,8 @@ Each format is one file here, registered below.  A kernel supports the formats t
 """
 
 from jaxkv_kernels.formats.format import FORMATS as FORMATS
+from jaxkv_kernels.formats.format import Field as Field
 from jaxkv_kernels.formats.format import Format as Format
-from jaxkv_kernels.formats.format import Part as Part
 from jaxkv_kernels.formats.format import register as register
 from jaxkv_kernels.formats.fp8 import Fp8
 from jaxkv_kernels.formats.indexer_fp8 import IndexerFp8

@@ -6,9 +6,9 @@ from typing import Any, ClassVar, Literal, Self, cast
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.integers import as_int
-from jaxkv_kernels.formats.format import FORMATS, Format, Part, regions_of
+from jaxkv_kernels.formats.format import FORMATS, Field, Format, regions_of
 from jaxkv_kernels.gradients import without_gradients
+from jaxkv_kernels.integers import as_int
 
 FloatFormat = Literal["bf16", "f16", "f32"]
 MLAFormat = Literal[
@@ -49,7 +49,7 @@ class Entry:
                 expected = "a positive int" if least else "an int of at least 0"
                 raise ValueError(f"{self}: `{name}` is {getattr(self, name)!r}, expected {expected}")
             object.__setattr__(self, name, size)
-        self.parts()
+        self.fields()
 
     @classmethod
     def typical(cls, format: str) -> Self:
@@ -76,24 +76,24 @@ class Entry:
         """The registered format whose name is `format`."""
         return FORMATS[self.format]
 
-    def parts(self, block_size: int = 1) -> tuple[Part, ...]:
+    def fields(self, block_size: int = 1) -> tuple[Field, ...]:
         """The byte map of a page of `block_size` tokens.  With 1, it is that of an encoded entry."""
-        return self.codec.parts(self.named_sizes, block_size)
+        return self.codec.fields(self.named_sizes, block_size)
 
     @property
     def split(self) -> bool:
-        """Whether pages are split: they store some parts of all tokens, then other parts of all tokens."""
-        return self.parts()[0].step is not None
+        """Whether pages are split: they store some fields of all tokens, then other fields of all tokens."""
+        return self.fields()[0].step is not None
 
-    def regions(self, block_size: int = 1) -> list[tuple[Part, ...]]:
-        """The parts of a split page of `block_size` tokens, by region."""
-        return regions_of(self.parts(block_size))
+    def regions(self, block_size: int = 1) -> list[tuple[Field, ...]]:
+        """The fields of a split page of `block_size` tokens, by region."""
+        return regions_of(self.fields(block_size))
 
     def page_nbytes(self, block_size: int) -> int:
         """Bytes of a page of `block_size` tokens, padding included."""
         nbytes = block_size * self.nbytes
         if self.codec.pads_pages:
-            nbytes += -nbytes % sum(part.nbytes for part in self.regions()[0])
+            nbytes += -nbytes % sum(field.nbytes for field in self.regions()[0])
         return nbytes
 
     @property
@@ -114,12 +114,12 @@ class Entry:
     @property
     def nbytes(self) -> int:
         """Bytes per entry."""
-        return max(part.offset + part.nbytes for part in self.parts())
+        return max(field.offset + field.nbytes for field in self.fields())
 
     @property
     def alignment(self) -> int:
-        """The address of an entry must be a multiple of this many bytes, the itemsize of its widest part."""
-        return max(part.itemsize for part in self.parts())
+        """The address of an entry must be a multiple of this many bytes, the itemsize of its widest field."""
+        return max(field.itemsize for field in self.fields())
 
     def encode(self, values, scales=(None, None)) -> jax.Array:
         """Converts values [..., n_i] to stored elements [..., width] of the natural dtype.
@@ -186,6 +186,11 @@ class KVEntry(Entry):
         """D under the name "K", Dv under "V"."""
         return {"K": self.head_dim, "V": self.value_dim}
 
+    def keys_and_values(self, row, dtype) -> tuple[jax.Array, jax.Array]:
+        """Converts stored elements [..., width] to keys [..., D] and values [..., Dv] of `dtype`."""
+        keys, values = self.decode(row, dtype)
+        return keys, values
+
 
 @dataclass(frozen=True)
 class IndexerEntry(Entry):
@@ -195,7 +200,7 @@ class IndexerEntry(Entry):
     head_dim: int = 128
 
     @classmethod
-    def beside(cls, latents: str, head_dim: int) -> "IndexerEntry":
+    def for_latents(cls, latents: str, head_dim: int) -> "IndexerEntry":
         """The indexer entry for a model whose latents have format `latents`.
 
         Its format is that of the latents if `IndexerEntry` supports it, otherwise `indexer_fp8`.  With latents of a

@@ -16,7 +16,7 @@ SHORT_NAMES = {
     "e8m0": jnp.float8_e8m0fnu,
     "e2m1x2": jnp.uint8,
 }
-"""Dtypes of parts that are not called as in NumPy.  An e2m1x2 is a byte with two e2m1 values, the first in the low
+"""Dtypes of fields that are not called as in NumPy.  An e2m1x2 is a byte with two e2m1 values, the first in the low
 bits; `fp4.py` converts them."""
 
 FORMATS: dict[str, "Format"] = {}
@@ -42,12 +42,12 @@ def unquantised(dtype) -> str:
 
 
 @dataclass(frozen=True)
-class Part:
+class Field:
     """A run of values of one dtype in the byte map of a format.
 
-    A format stores all parts of an entry together, or in split pages.  A page holds the tokens of one block, layer and
-    head.  A split page consists of regions.  A region stores one or several parts of each token, token by token; then
-    the next region stores the next parts of all tokens.
+    A format stores all fields of an entry together, or in split pages.  A page holds the tokens of one block, layer and
+    head.  A split page consists of regions.  A region stores one or several fields of each token, token by token;
+    then the next region stores the next fields of all tokens.
     """
 
     name: str
@@ -56,13 +56,13 @@ class Part:
     count: int
     """Values per entry."""
     offset: int
-    """Bytes from the start of the entry.  In a split page, the offset of the first token's part in the page."""
+    """Bytes from the start of the entry.  In a split page, the offset of the first token's field in the page."""
     step: int | None = None
-    """In a split page, the bytes from the part of one token to that of the next.  None if parts lie together."""
+    """In a split page, the bytes from the field of one token to that of the next.  None if fields lie together."""
 
     @property
     def itemsize(self) -> int:
-        """Bytes per value, at least 1.  Addresses of the part are multiples of this."""
+        """Bytes per value, at least 1.  Addresses of the field are multiples of this."""
         return max(_bits(self.dtype) // 8, 1)
 
     @property
@@ -71,7 +71,7 @@ class Part:
         return self.count * _bits(self.dtype) // 8
 
     def read(self, row: jax.Array) -> jax.Array:
-        """Extracts this part [..., count], in its own dtype, from rows [..., width] as `Format.encode` returns them."""
+        """Extracts this field [..., count], in its own dtype, from rows [..., width] that `Format.encode` returned."""
         item = row.dtype.itemsize
         return view_as(row[..., self.offset // item : (self.offset + self.nbytes) // item], _dtype(self.dtype))
 
@@ -87,42 +87,42 @@ def _bits(name: str) -> int:
     return int(info.bits)
 
 
-Field = tuple[str, str, int]
-"""The name, dtype and count of a part."""
+Spec = tuple[str, str, int]
+"""The name, dtype and count of a field."""
 
 
-def together(*fields: Field) -> tuple[Part, ...]:
-    """Parts of an entry, stored one after the other."""
-    return tuple(_in_order(fields, 0, None))
+def together(*specs: Spec) -> tuple[Field, ...]:
+    """Fields of an entry, stored one after the other."""
+    return tuple(_in_order(specs, 0, None))
 
 
-def split_by_page(block_size: int, *regions: Sequence[Field]) -> tuple[Part, ...]:
-    """Parts of a split page of `block_size` tokens, whose `regions` store these parts of each token."""
-    parts, offset = [], 0
-    for fields in regions:
-        step = sum(part.nbytes for part in _in_order(fields, 0, None))
-        parts += _in_order(fields, offset, step)
+def split_by_page(block_size: int, *regions: Sequence[Spec]) -> tuple[Field, ...]:
+    """Fields of a split page of `block_size` tokens, whose `regions` store these fields of each token."""
+    fields, offset = [], 0
+    for specs in regions:
+        step = sum(field.nbytes for field in _in_order(specs, 0, None))
+        fields += _in_order(specs, offset, step)
         offset += step * block_size
-    return tuple(parts)
+    return tuple(fields)
 
 
-def regions_of(parts: Sequence[Part]) -> list[tuple[Part, ...]]:
-    """The parts of a split page, by region."""
-    found: list[tuple[Part, ...]] = []
-    for part in parts:
-        if found and part.offset < found[-1][0].offset + (part.step or 0):
-            found[-1] += (part,)
+def regions_of(fields: Sequence[Field]) -> list[tuple[Field, ...]]:
+    """The fields of a split page, by region."""
+    found: list[tuple[Field, ...]] = []
+    for field in fields:
+        if found and field.offset < found[-1][0].offset + (field.step or 0):
+            found[-1] += (field,)
         else:
-            found.append((part,))
+            found.append((field,))
     return found
 
 
-def _in_order(fields: Sequence[Field], offset: int, step: int | None) -> list[Part]:
-    parts = []
-    for name, dtype, count in fields:
-        parts.append(Part(name, dtype, count, offset, step))
-        offset += parts[-1].nbytes
-    return parts
+def _in_order(specs: Sequence[Spec], offset: int, step: int | None) -> list[Field]:
+    fields = []
+    for name, dtype, count in specs:
+        fields.append(Field(name, dtype, count, offset, step))
+        offset += fields[-1].nbytes
+    return fields
 
 
 def join(arrays: Sequence[jax.Array], dtype) -> jax.Array:
@@ -143,7 +143,7 @@ class Format(ABC):
     kinds: tuple[type, ...]
     """The entry kinds (classes of `entries`) that may use it."""
     dtype: str
-    """The natural dtype of the buffer: that of all parts, or "uint8" if they differ."""
+    """The natural dtype of the buffer: that of all fields, or "uint8" if they differ."""
     scaled: bool = False
     """Whether the caller passes a scale for each array of values: value = stored * scale."""
     in_float32: bool = False
@@ -157,8 +157,8 @@ class Format(ABC):
     """Arguments of an entry that has the sizes of the models for which the format was made, if its defaults do not."""
 
     @abstractmethod
-    def parts(self, sizes: Mapping[str, int], block_size: int) -> tuple[Part, ...]:
-        """The byte map of a page of `block_size` tokens: all parts together, or in regions.
+    def fields(self, sizes: Mapping[str, int], block_size: int) -> tuple[Field, ...]:
+        """The byte map of a page of `block_size` tokens: all fields together, or in regions.
 
         Raises:
           ValueError: the format cannot store values of these sizes.

@@ -21,8 +21,8 @@ class Fp8(Format):
     def __init__(self, name: str, stored: str):
         self.name, self.stored = name, stored
 
-    def parts(self, sizes, block_size):
-        """One part for each array of values (such as K and V)."""
+    def fields(self, sizes, block_size):
+        """One field for each array of values (such as K and V)."""
         return together(*((name, self.stored, count) for name, count in sizes.items()))
 
     def encode(self, values, scales):
@@ -35,7 +35,7 @@ class Fp8(Format):
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`.  With a scale of None, returns the stored values unchanged."""
         values = []
-        for part, scale in zip(self.parts(sizes, 1), scales, strict=True):
-            value = part.read(row)
+        for field, scale in zip(self.fields(sizes, 1), scales, strict=True):
+            value = field.read(row)
             values.append((value if scale is None else value.astype(jnp.float32) * scale[..., None]).astype(dtype))
         return values

@@ -26,7 +26,7 @@ class IndexerFp8(Format):
     kinds = (IndexerEntry,)
     dtype = "uint8"
 
-    def parts(self, sizes, block_size):
+    def fields(self, sizes, block_size):
         """The values, then the scale."""
         if sizes["key"] % 4:
             raise ValueError(f"indexer_fp8 entry of `head_dim` {sizes['key']}: expected a multiple of 4 values")
@@ -45,5 +45,5 @@ class IndexerFp8(Format):
 
     def decode_factored(self, row, sizes, dtype):
         """Returns the stored values, which every `dtype` represents exactly, and their scale."""
-        values, scale = (part.read(row) for part in self.parts(sizes, 1))
+        values, scale = (field.read(row) for field in self.fields(sizes, 1))
         return [values.astype(dtype)], scale

@@ -24,7 +24,7 @@ class IndexerMxfp4(Format):
     kinds = (IndexerEntry,)
     dtype = "uint8"
 
-    def parts(self, sizes, block_size):
+    def fields(self, sizes, block_size):
         """The values, then their scales."""
         count = sizes["key"]
         if count % TILE:
@@ -39,12 +39,12 @@ class IndexerMxfp4(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`, which is exact for bf16."""
-        pairs, scale = (part.read(row) for part in self.parts(sizes, 1))
+        pairs, scale = (field.read(row) for field in self.fields(sizes, 1))
         return [from_e2m1(pairs, from_e8m0(scale)).astype(dtype)]
 
     def decode_factored(self, row, sizes, dtype):
         """Divides by the key's largest scale, so that float16 represents values down to 2**-22 times the largest."""
-        pairs, scale = (part.read(row) for part in self.parts(sizes, 1))
+        pairs, scale = (field.read(row) for field in self.fields(sizes, 1))
         scale = from_e8m0(scale)
         largest = jnp.maximum(scale.max(axis=-1, keepdims=True), 2.0**SMALLEST_EXPONENT)
         return [from_e2m1(pairs, scale / largest).astype(dtype)], largest

@@ -26,7 +26,7 @@ class Int8(Format):
     dtype = "uint8"
     in_float32 = True
 
-    def parts(self, sizes, block_size):
+    def fields(self, sizes, block_size):
         """The values of K and V, then the scales of K and V."""
         if sum(sizes.values()) % 4:
             raise ValueError(f"int8 entry of {dict(sizes)}: expected a multiple of 4 values, K and V together")
@@ -54,5 +54,5 @@ class Int8(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`."""
-        k, v, k_scale, v_scale, *_ = (part.read(row) for part in self.parts(sizes, 1))
+        k, v, k_scale, v_scale, *_ = (field.read(row) for field in self.fields(sizes, 1))
         return [(x.astype(jnp.float32) * scale).astype(dtype) for x, scale in ((k, k_scale), (v, v_scale))]

@@ -28,7 +28,7 @@ class Nvfp4(Format):
     dtype = "uint8"
     scaled = True
 
-    def parts(self, sizes, block_size):
+    def fields(self, sizes, block_size):
         """The values of K and V, then the scales of the tiles of K and V."""
         if any(count % TILE for count in sizes.values()):
             raise ValueError(f"nvfp4 entry of {dict(sizes)}: expected multiples of {TILE} values")
@@ -49,7 +49,7 @@ class Nvfp4(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`.  With a scale of None, bf16 and float16 values are exact."""
-        k, v, k_scale, v_scale = (part.read(row) for part in self.parts(sizes, 1))
+        k, v, k_scale, v_scale = (field.read(row) for field in self.fields(sizes, 1))
         values = []
         for pairs, own, whole in zip((k, v), (k_scale, v_scale), scales, strict=True):
             value = from_e2m1(pairs, own.astype(jnp.float32))

@@ -14,8 +14,8 @@ class Plain(Format):
     def __init__(self, name: str, dtype: str):
         self.name, self.dtype = name, dtype
 
-    def parts(self, sizes, block_size):
-        """One part for each array of values (such as K and V)."""
+    def fields(self, sizes, block_size):
+        """One field for each array of values (such as K and V)."""
         return together(*((name, self.dtype, count) for name, count in sizes.items()))
 
     def encode(self, values, scales):
@@ -24,4 +24,4 @@ class Plain(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Converts to `dtype`."""
-        return [part.read(row).astype(dtype) for part in self.parts(sizes, 1)]
+        return [field.read(row).astype(dtype) for field in self.fields(sizes, 1)]

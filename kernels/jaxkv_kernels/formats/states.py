@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.integers import as_int
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry
-from jaxkv_kernels.formats.format import Field, Format, Part, together
+from jaxkv_kernels.formats.format import Field, Format, Spec, together
+from jaxkv_kernels.integers import as_int
 
 STATE_DTYPES = ("float32", "bfloat16", "float16")
 """The dtypes of the arrays of a state."""
@@ -38,15 +38,15 @@ class States(Format):
     def __init__(self, arrays: Arrays):
         self._arrays = arrays
 
-    def parts(self, sizes: Mapping[str, int], block_size: int) -> tuple[Part, ...]:
+    def fields(self, sizes: Mapping[str, int], block_size: int) -> tuple[Field, ...]:
         """The byte map of a state; pages are not split."""
-        fields: list[Field] = []
+        specs: list[Spec] = []
         for name, shape, dtype in self._arrays:
-            field = name, dtype, math.prod(shape)
-            fields.append(field)
-            if padding := -Part(*field, 0).nbytes % ALIGNMENT:
-                fields.append(("padding", "uint8", padding))
-        return together(*fields)
+            spec = name, dtype, math.prod(shape)
+            specs.append(spec)
+            if padding := -Field(*spec, 0).nbytes % ALIGNMENT:
+                specs.append(("padding", "uint8", padding))
+        return together(*specs)
 
     def encode(self, values: Sequence[jax.Array], scales: Sequence[jax.Array | None]) -> jax.Array:
         """The bytes of values [..., n_i], converted to the dtypes of the arrays, as uint32."""
@@ -59,11 +59,11 @@ class States(Format):
 
     def decode(self, row: jax.Array, sizes: Mapping[str, int], scales, dtype=None) -> list[jax.Array]:
         """Values [..., n_i] of `dtype`, or each of its own dtype if that is None."""
-        stored = {part.name: part for part in self.parts(sizes, 1)}
+        stored = {field.name: field for field in self.fields(sizes, 1)}
         values = []
-        for part in (stored[name] for name in sizes):
-            whole = part.nbytes % row.dtype.itemsize == 0
-            values.append(part.read(row if whole else view_as(row, jnp.uint8)))
+        for field in (stored[name] for name in sizes):
+            whole = field.nbytes % row.dtype.itemsize == 0
+            values.append(field.read(row if whole else view_as(row, jnp.uint8)))
         return values if dtype is None else [x.astype(dtype) for x in values]
 
 

@@ -1,39 +1,69 @@
-"""Dense attention over the pages of each request."""
+"""Dense attention over the pages of each request, and merging the results of attention."""
 
-from functools import partial
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
-from jaxkv_kernels.addressing.entry_rows import load_entries
-from jaxkv_kernels.addressing.slots import lengths_in_table
-from jaxkv_kernels.xla.paged import (
-    bytes_per_request,
-    chunk_slots,
-    chunk_tokens,
-    chunks_seen,
-    in_parts,
-    query_ranges,
-)
+from jaxkv_kernels.addressing import lengths_in_table, load_entries
+from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, MergeStates
+from jaxkv_kernels.xla.paged import bytes_per_request, chunk_slots, chunk_tokens, chunks_seen, in_parts, query_ranges
 from jaxkv_kernels.xla.softmax import attend
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window"))
-def decode_mla(
-    q_latent, q_pe, buffer, block_tables, seq_lens, layer, scale, kv_scale, plan, *, pages, entry, logit_cap, window
-):
-    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P]: out [B, Q, Hq, V] and float32 lse [B, Q, Hq]."""
-    del plan
-    chunk = chunk_tokens(pages.block_size, block_tables)
-    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
+@jax.jit
+def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
+    """Absorbed attention: out [B, Q, Hq, V] and lse [B, Q, Hq]."""
 
-    def attend_requests(q_latent, q_pe, block_tables, lengths):
-        q = jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
-        begins, ends = query_ranges(lengths, q.shape[1], window)
+    def grouped(q_latent: jax.Array, q_pe: jax.Array) -> jax.Array:
+        return jnp.concatenate([q_latent, q_pe], axis=-1)[:, :, None]
+
+    width = sum(call.entry.sizes) + call.entry.value_dim
+    return _attend_pages(call, (call.q_latent, call.q_pe), grouped, (call.kv_scale, call.kv_scale), width)
+
+
+@jax.jit
+def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
+    """Grouped-query attention: out [B, Q, Hq, Dv] and lse [B, Q, Hq]."""
+    kv_heads = call.pages.num_heads
+    dtype = jnp.float32 if call.entry.codec.in_float32 else call.q.dtype
+
+    def grouped(q: jax.Array) -> jax.Array:
+        batch, tokens, heads, size = q.shape
+        return q.astype(dtype).reshape(batch, tokens, kv_heads, heads // kv_heads, size)
+
+    return _attend_pages(call, (call.q,), grouped, (call.k_scale, call.v_scale), kv_heads * sum(call.entry.sizes))
+
+
+def _attend_pages(
+    call: DecodeCall,
+    queries: tuple[jax.Array, ...],
+    grouped: Callable[..., jax.Array],
+    scales: tuple[jax.Array | None, jax.Array | None],
+    width: int,
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of queries to the entries of each request.
+
+    Args:
+      call: the cache and its block tables, and the options of attention.
+      queries: arrays [B, Q, Hq, ...].
+      grouped: joins these to one array [B, Q, H, Hq / H, D], of the dtype of products.
+      scales: those of keys and of values.
+      width: numbers per token of keys and values together.
+    """
+    pages, entry = call.pages, call.entry
+    chunk = chunk_tokens(pages.block_size, call.block_tables)
+    lengths = lengths_in_table(call.seq_lens, call.block_tables, pages.block_size)
+    _, tokens, heads, _ = queries[0].shape
+
+    def attend_requests(block_tables, lengths, *queries):
+        q = grouped(*queries)
+        begins, ends = query_ranges(lengths, tokens, call.window)
 
         def load(i):
             positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
-            rows, valid = load_entries(buffer, pages, entry, slots, layer)
+            rows, valid = load_entries(call.buffer, pages, entry, slots, call.layer)
             keys, values = entry.keys_and_values(rows, q.dtype)
             seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
             return keys, values, seen
@@ -45,56 +75,32 @@ def decode_mla(
             first,
             last,
             value_dim=entry.value_dim,
-            scale=scale,
-            k_scale=kv_scale,
-            v_scale=kv_scale,
-            logit_cap=logit_cap,
+            scale=call.scale,
+            k_scale=scales[0],
+            v_scale=scales[1],
+            logit_cap=call.logit_cap,
         )
-        return out[:, :, 0].astype(q_latent.dtype), lse[:, :, 0]
+        rows = queries[0].shape[:-1]
+        return out.reshape(*rows, entry.value_dim).astype(queries[0].dtype), lse.reshape(rows)
 
-    _, tokens, heads, _ = q_latent.shape
-    needed = bytes_per_request(chunk, sum(entry.sizes) + entry.value_dim, tokens * heads, q_latent.dtype)
-    return in_parts(attend_requests, q_latent, q_pe, block_tables, lengths, bytes_per_request=needed)
+    dtype = jax.eval_shape(grouped, *queries).dtype
+    needed = bytes_per_request(chunk, width, tokens * heads, dtype)
+    return in_parts(attend_requests, call.block_tables, lengths, *queries, bytes_per_request=needed)
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "window"))
-def decode_kv(
-    q, buffer, block_tables, seq_lens, layer, scale, k_scale, v_scale, plan, *, pages, entry, logit_cap, window
-):
-    """Attention of queries q [B, Q, Hq, D]: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq].
-
-    Query head i reads KV head i // (Hq / H).
-    """
-    del plan
-    chunk = chunk_tokens(pages.block_size, block_tables)
-    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
-    _, tokens, heads, _ = q.shape
-    dtype = jnp.dtype(jnp.float32) if entry.codec.in_float32 else q.dtype
-
-    def attend_requests(q, block_tables, lengths):
-        grouped = q.astype(dtype).reshape(len(q), tokens, pages.num_heads, heads // pages.num_heads, -1)
-        begins, ends = query_ranges(lengths, tokens, window)
-
-        def load(i):
-            positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
-            rows, valid = load_entries(buffer, pages, entry, slots, layer)
-            k, v = entry.decode(rows, dtype)
-            seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
-            return k, v, seen
-
-        first, last = chunks_seen(begins, ends, lengths, chunk)
-        out, lse = attend(
-            grouped,
-            load,
-            first,
-            last,
-            value_dim=entry.value_dim,
-            scale=scale,
-            k_scale=k_scale,
-            v_scale=v_scale,
-            logit_cap=logit_cap,
-        )
-        return out.reshape(*q.shape[:-1], entry.value_dim).astype(q.dtype), lse.reshape(q.shape[:-1])
-
-    needed = bytes_per_request(chunk, pages.num_heads * sum(entry.sizes), tokens * heads, dtype)
-    return in_parts(attend_requests, q, block_tables, lengths, bytes_per_request=needed)
+@jax.jit
+def merge_states(call: MergeStates) -> tuple[jax.Array, jax.Array]:
+    """The results of attention over disjoint sets of keys, for the same queries, as one: out [..., D] and lse [...]."""
+    outs = call.outs
+    # Some kernels return +inf or NaN for a part without keys.  Replace it by -inf, so that the part has no weight,
+    # whatever it holds.
+    lses = jnp.where(call.lses < jnp.inf, call.lses.astype(jnp.float32), -jnp.inf)
+    # The maximum cancels out of the result, so its gradient is 0.
+    top = lax.stop_gradient(lses).max(axis=0)
+    empty = top == -jnp.inf
+    weights = jnp.exp(lses - jnp.where(empty, 0, top))
+    # Mask before the product, because 0 * NaN is NaN, also in the gradient of the weights.
+    parts = jnp.where(weights[..., None] > 0, outs.astype(jnp.float32), 0)
+    total, merged = weights.sum(axis=0), (parts * weights[..., None]).sum(axis=0)
+    merged = merged / jnp.where(empty, 1, total)[..., None]
+    return merged.astype(outs.dtype), jnp.where(empty, -jnp.inf, top + jnp.log(jnp.where(empty, 1, total)))

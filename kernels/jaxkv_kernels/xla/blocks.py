@@ -1,12 +1,10 @@
 """Copying, reading and writing whole blocks, all layers and groups at once."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.pages import Pages
-from jaxkv_kernels.addressing.rows import read_entries, write_entries
+from jaxkv_kernels.addressing import Pages, read_entries, write_entries
+from jaxkv_kernels.calls import CopyBlocks, ReadBlocks, WriteBlocks
 
 
 def _moved(pages: Pages) -> Pages:
@@ -44,23 +42,23 @@ def write_rows(buffer, pages, blocks, rows, keep=True):
     return write_entries(buffer, moved, rows.reshape(*keep.shape, moved.width), keep, **index)
 
 
-@partial(jax.jit, static_argnames="pages")
-def copy_blocks(buffer, src, dst, *, pages):
-    """Copies blocks `src` [n] over blocks `dst` [n]; all are read before any is written.
+@jax.jit
+def copy_blocks(call: CopyBlocks) -> jax.Array:
+    """The buffer with blocks `src` copied over blocks `dst`; all are read before any is written.
 
     Pairs with an id outside the cache are skipped.
     """
-    keep = (src >= 0) & (src < pages.num_blocks)
-    return write_rows(buffer, pages, dst, read_rows(buffer, pages, src), keep)
+    keep = (call.src >= 0) & (call.src < call.pages.num_blocks)
+    return write_rows(call.buffer, call.pages, call.dst, read_rows(call.buffer, call.pages, call.src), keep)
 
 
-@partial(jax.jit, static_argnames="pages")
-def read_blocks(buffer, blocks, *, pages):
-    """Returns blocks [n] as rows [n, block_elements]; rows of ids outside the cache are 0."""
-    return read_rows(buffer, pages, blocks)
+@jax.jit
+def read_blocks(call: ReadBlocks) -> jax.Array:
+    """Blocks as rows [n, block_elements]; rows of ids outside the cache are 0."""
+    return read_rows(call.buffer, call.pages, call.blocks)
 
 
-@partial(jax.jit, static_argnames="pages")
-def write_blocks(buffer, blocks, data, *, pages):
-    """Returns the buffer with rows [n, block_elements] stored in blocks [n]; ids outside the cache are skipped."""
-    return write_rows(buffer, pages, blocks, data)
+@jax.jit
+def write_blocks(call: WriteBlocks) -> jax.Array:
+    """The buffer with rows stored in blocks; ids outside the cache are skipped."""
+    return write_rows(call.buffer, call.pages, call.blocks, call.data)

@@ -53,9 +53,9 @@ def ragged_attention(
       k: keys, the dtype of `q`.
       v: values, the dtype of `q`.
       q_starts: int32 [B], the first query of each request, in order.
-      q_lens: int32 [B]; so many queries of a request are tokens.  Queries between them see no key.
+      q_lens: int32 [B], the valid query tokens per request.  Queries between them see no key.
       kv_starts: int32 [B], the first key of each request.
-      kv_lens: int32 [B]; so many keys of a request are tokens.
+      kv_lens: int32 [B], the valid keys per request.
       scale: the softmax scale.
       causal: whether query t of a request sees only its keys 0 to t.
 

@@ -8,19 +8,21 @@ import numpy as np
 from jax import lax
 from jax.experimental import io_callback
 
-from jaxkv_kernels.addressing.entry_rows import entry_runs, load_entries, store_entries
-from jaxkv_kernels.addressing.slots import slots_for
-from jaxkv_kernels.host_memory import memory_at
+from jaxkv_kernels.addressing import entry_runs, load_entries, slots_for, store_entries
+from jaxkv_kernels.calls import FetchRows, StoreRows
+from jaxkv_kernels.hot_rows import memory_at
 
 
-@partial(jax.jit, static_argnames=("pages", "host_pages", "entry", "hot", "copied"))
-def fetch_rows(buffer, maps, address, writes, positions, block_tables, layer, *, pages, host_pages, entry, hot, copied):
+@jax.jit
+def fetch_rows(call: FetchRows) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gives a row to each token, and copies tokens that had none from host memory (if `copied`) to their rows.
 
     Returns the buffer, the maps [L, B, hot.width] and the slots [B, N] of the rows; -1 for positions [B, N] outside the
     map, and for those without a slot in host memory, by block_tables [B, M].
     """
-    host_slots = slots_for(block_tables, positions, block_size=host_pages.block_size)
+    pages, host_pages, entry, hot = call.pages, call.host_pages, call.entry, call.hot
+    buffer, maps, positions, layer = call.buffer, call.maps, call.positions, call.layer
+    host_slots = slots_for(call.block_tables, positions, block_size=host_pages.block_size)
     known = (layer >= 0) & (layer < pages.num_layers)
     at = jnp.where(known, layer, 0)
     live = known & (host_slots >= 0) & (host_slots < host_pages.num_slots)
@@ -29,12 +31,12 @@ def fetch_rows(buffer, maps, address, writes, positions, block_tables, layer, *,
     of_layer, row, target = jax.vmap(partial(_assign, hot=hot))(of_layer, jnp.where(live, positions, 0), live)
     maps = lax.dynamic_update_index_in_dim(maps, of_layer, at, 0)
     first = hot.rows * jnp.arange(len(positions), dtype=jnp.int32)[:, None]
-    if copied:
+    if call.copied:
         missing = target < hot.rows
         sources = jnp.where(missing, host_slots, -1)
         shape = jax.ShapeDtypeStruct((*positions.shape, 1, entry.nbytes), jnp.uint8)
         load = partial(_load, pages=host_pages, entry=entry, itemsize=buffer.dtype.itemsize)
-        rows = jax.pure_callback(load, shape, address, writes, sources, at)
+        rows = jax.pure_callback(load, shape, call.address, call.writes, sources, at)
         buffer = store_entries(buffer, pages, entry, rows, jnp.where(missing, first + target, -1), at)
     return buffer, maps, jnp.where(live, first + row, -1)
 
@@ -63,13 +65,13 @@ def _assign(of_request, position, live, *, hot):
     return jnp.concatenate([place, held, order, last]), place[position], target
 
 
-@partial(jax.jit, static_argnames=("pages", "host_pages", "entry"))
-def store_rows(buffer, address, writes, slots, host_slots, layer, *, pages, host_pages, entry):
-    """Copies the rows at slots [n] to host memory at host_slots [n]; returns `writes` plus 1."""
-    rows, valid = load_entries(buffer, pages, entry, slots, layer, dtype=jnp.uint8)
-    store = partial(_store, pages=host_pages, entry=entry, itemsize=buffer.dtype.itemsize)
-    targets = jnp.where(valid, host_slots, -1)
-    return io_callback(store, jax.ShapeDtypeStruct((1,), jnp.int32), address, writes, targets, layer, rows)
+@jax.jit
+def store_rows(call: StoreRows) -> jax.Array:
+    """Copies the rows at `slots` to host memory at `host_slots`; returns `writes` plus 1."""
+    rows, valid = load_entries(call.buffer, call.pages, call.entry, call.slots, call.layer, dtype=jnp.uint8)
+    store = partial(_store, pages=call.host_pages, entry=call.entry, itemsize=call.buffer.dtype.itemsize)
+    targets, counter = jnp.where(valid, call.host_slots, -1), jax.ShapeDtypeStruct((1,), jnp.int32)
+    return io_callback(store, counter, call.address, call.writes, targets, call.layer, rows)
 
 
 def _load(address, writes, slots, layer, *, pages, entry, itemsize) -> np.ndarray:

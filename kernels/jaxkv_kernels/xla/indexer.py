@@ -1,36 +1,35 @@
 """The V3.2 indexer: logits of all cached tokens, and top-k."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.addressing.entry_rows import load_entries
-from jaxkv_kernels.addressing.slots import lengths_in_table
+from jaxkv_kernels.addressing import lengths_in_table, load_entries
+from jaxkv_kernels.calls import IndexerLogits, SelectTopk
 from jaxkv_kernels.formats.bits import FP8, from_ordered_bits, ordered_bits
 from jaxkv_kernels.xla.paged import bytes_per_request, chunk_slots, chunk_tokens, in_parts, query_ends, walk
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "max_len"))
-def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, entry, max_len):
-    """Logits, float32 [B, Q, max_len], of queries q [B, Q, Hi, D] with weights [B, Q, Hi].
+@jax.jit
+def indexer_logits(call: IndexerLogits) -> jax.Array:
+    """Logits, float32 [B, Q, max_len].
 
     A logit is the sum over heads of relu(q . k) * w, times the scale of k; -inf for keys that a query token does not
     see.
     """
-    dtype = jnp.bfloat16 if q.dtype == FP8 else q.dtype
+    pages, entry, max_len = call.pages, call.entry, call.max_len
+    dtype = jnp.bfloat16 if call.q.dtype == FP8 else call.q.dtype
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 else None
-    tokens, heads, width = q.shape[1:]
-    chunk = chunk_tokens(pages.block_size, block_tables)
-    lengths = lengths_in_table(seq_lens, block_tables, pages.block_size)
+    tokens, heads, width = call.q.shape[1:]
+    chunk = chunk_tokens(pages.block_size, call.block_tables)
+    lengths = lengths_in_table(call.seq_lens, call.block_tables, pages.block_size)
 
     def score_requests(q, weights, block_tables, lengths):
         q, ends = q.astype(dtype), query_ends(lengths, tokens)
 
         def step(i, logits):
             positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
-            rows, valid = load_entries(buffer, pages, entry, slots, layer)
+            rows, valid = load_entries(call.buffer, pages, entry, slots, call.layer)
             # Without the barrier, XLA may fuse the gather into the product, and the order of its sums would depend on
             # the layout.
             rows = lax.optimization_barrier(rows[..., 0, :])
@@ -46,15 +45,16 @@ def indexer_logits(q, weights, buffer, block_tables, seq_lens, layer, *, pages, 
         return walk(0, last, step, logits)[..., :max_len]
 
     needed = bytes_per_request(chunk, width, tokens * heads, dtype)
-    return in_parts(score_requests, q, weights, block_tables, lengths, bytes_per_request=needed)
+    return in_parts(score_requests, call.q, call.weights, call.block_tables, lengths, bytes_per_request=needed)
 
 
-@partial(jax.jit, static_argnames="k")
-def select_topk(logits, *, k):
-    """The positions, int32 [..., k], of the largest logits [..., N], in decreasing order; -1 in place of -inf.
+@jax.jit
+def select_topk(call: SelectTopk) -> jax.Array:
+    """The positions of the largest logits, in decreasing order; -1 in place of -inf.
 
     Among equal logits, the earlier position comes first.
     """
+    logits, k = call.logits, call.k
     best = min(k, logits.shape[-1])
     # top_k orders values by their bits.  So -0 must become 0, because relu returns both, and they must count as equal;
     # and NaN of either sign the same NaN.  Only for float32, top_k is fast on CPUs.

@@ -4,17 +4,15 @@ Entries are encoded and decoded by their formats, so every registered format is 
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 
-from jaxkv_kernels import adapted, calls
+from jaxkv_kernels import calls
 from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
-from jaxkv_kernels.xla import attention, blocks, gathers, hot_rows, indexer, merge, plan, sparse, states, writes
-from jaxkv_kernels.xla.experts import linear, routing, swiglu
+from jaxkv_kernels.xla import attention, blocks, entries, experts, hot_rows, indexer, sparse
 
 _MLA: Listed = {MLAEntry: FORMATS}
 _KV: Listed = {KVEntry: FORMATS}
@@ -35,96 +33,96 @@ class XLA(Kernels):
 
     @supports(_MLA)
     def write_mla(self, call: calls.WriteMLA) -> jax.Array:
-        return adapted.run(writes.write_mla, call)
+        return entries.write_mla(call)
 
     @supports(_KV)
     def write_kv(self, call: calls.WriteKV) -> jax.Array:
-        return adapted.run(writes.write_kv, call)
+        return entries.write_kv(call)
 
     @supports(_INDEXER)
     def write_indexer_k(self, call: calls.WriteIndexerK) -> jax.Array:
-        return adapted.run(writes.write_indexer_k, call)
+        return entries.write_indexer_k(call)
 
     @supports(_MLA)
     def gather_mla(self, call: calls.GatherMLA) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(gathers.gather_mla, call)
+        return entries.gather_mla(call)
 
     @supports(_KV)
     def gather_kv(self, call: calls.GatherKV) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(gathers.gather_kv, call)
+        return entries.gather_kv(call)
 
     @supports(_INDEXER)
     def gather_indexer_k(self, call: calls.GatherIndexerK) -> jax.Array:
-        return adapted.run(gathers.gather_indexer_k, call)
+        return entries.gather_indexer_k(call)
 
     @supports({**_MLA, **_KV, **_INDEXER})
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
-        return adapted.run(gathers.gather_entries, call)
+        return entries.gather_entries(call)
 
     @supports({**_MLA, **_KV}, _batch_invariant)
-    def plan_decode(self, call: calls.PlanDecode) -> Any:
-        return adapted.run(plan.plan_decode, call)
+    def plan_decode(self, call: calls.PlanDecode) -> None:
+        return None  # attention processes all requests together: there is nothing to plan
 
     @supports(_MLA)
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(attention.decode_mla, call)
+        return attention.decode_mla(call)
 
     @supports(_KV)
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(attention.decode_kv, call)
+        return attention.decode_kv(call)
 
     @supports(_MLA, _batch_invariant)
     def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(sparse.decode_mla_sparse, call)
+        return sparse.decode_mla_sparse(call)
 
     @supports(_INDEXER)
     def indexer_logits(self, call: calls.IndexerLogits) -> jax.Array:
-        return adapted.run(indexer.indexer_logits, call)
+        return indexer.indexer_logits(call)
 
     @supports()
     def select_topk(self, call: calls.SelectTopk) -> jax.Array:
-        return adapted.run(indexer.select_topk, call)
+        return indexer.select_topk(call)
 
     @supports()
     def merge_states(self, call: calls.MergeStates) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(merge.merge_states, call)
+        return attention.merge_states(call)
 
     @supports(_STATE)
     def write_state(self, call: calls.WriteState) -> jax.Array:
-        return adapted.run(states.write_state, call)
+        return entries.write_state(call)
 
     @supports(_STATE)
     def read_state(self, call: calls.ReadState) -> dict[str, jax.Array]:
-        return adapted.run(states.read_state, call)
+        return entries.read_state(call)
 
     @supports()
     def copy_blocks(self, call: calls.CopyBlocks) -> jax.Array:
-        return adapted.run(blocks.copy_blocks, call)
+        return blocks.copy_blocks(call)
 
     @supports()
     def read_blocks(self, call: calls.ReadBlocks) -> jax.Array:
-        return adapted.run(blocks.read_blocks, call)
+        return blocks.read_blocks(call)
 
     @supports()
     def write_blocks(self, call: calls.WriteBlocks) -> jax.Array:
-        return adapted.run(blocks.write_blocks, call)
+        return blocks.write_blocks(call)
 
     @supports()
     def select_experts(self, call: calls.SelectExperts) -> tuple[jax.Array, jax.Array]:
-        return adapted.run(routing.select_experts, call)
+        return experts.select_experts(call)
 
     @supports()
     def grouped_swiglu(self, call: calls.GroupedSwiglu) -> jax.Array:
-        return adapted.run(swiglu.grouped_swiglu, call)
+        return experts.grouped_swiglu(call)
 
     @supports()
     def scaled_linear(self, call: calls.ScaledLinear) -> jax.Array:
-        return adapted.run(linear.scaled_linear, call)
+        return experts.scaled_linear(call)
 
     @supports()
     def fetch_rows(self, call: calls.FetchRows) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return adapted.run(hot_rows.fetch_rows, call)
+        return hot_rows.fetch_rows(call)
 
     @supports()
     def store_rows(self, call: calls.StoreRows) -> jax.Array:
-        return adapted.run(hot_rows.store_rows, call)
+        return hot_rows.store_rows(call)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.addressing.slots import slots_for
+from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.gradients import forward_mode_only
 
 CHUNK_TOKENS = 512

@@ -1,45 +1,39 @@
 """Absorbed latent attention over selected slots, of one cache or of two."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing.entry_rows import load_entries
+from jaxkv_kernels.addressing import load_entries
+from jaxkv_kernels.calls import DecodeMLASparse
 from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.xla.paged import CHUNK_TOKENS, bytes_per_request, in_parts
 from jaxkv_kernels.xla.softmax import attend, joined, with_sinks
 
 
-@partial(jax.jit, static_argnames=("pages", "entry", "logit_cap", "batch_invariant"))
-def decode_mla_sparse(
-    q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, extra: ExtraSlots | None = None,
-    *, pages, entry, logit_cap, batch_invariant=False,
-):  # fmt: skip
-    """Attention of q_latent [B, Q, Hq, R] and q_pe [B, Q, Hq, P] to slots [B, Q, K].
-
-    Returns out [B, Q, Hq, V] and float32 lse [B, Q, Hq].
-    """
-    del batch_invariant  # rejected
-    batch, tokens, heads, _ = q_latent.shape
-    sources = [ExtraSlots(buffer, slots, counts, layer, kv_scale, pages, entry)]
-    if extra is not None:
-        sources.append(extra)
+@jax.jit
+def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
+    """Attention of each query token to its slots: out [B, Q, Hq, V] and lse [B, Q, Hq]."""
+    batch, tokens, heads, _ = call.q_latent.shape
+    own = ExtraSlots(call.buffer, call.slots, call.counts, call.layer, call.kv_scale, call.pages, call.entry)
+    sources = [own] if call.extra is None else [own, call.extra]
 
     # Every query token has its own keys, so each is computed as a request.
     def attend_requests(q_latent, q_pe, *slots):
         q = jnp.concatenate([q_latent, q_pe], axis=-1)[:, None, None]
-        found = [_attend(q, some, source, scale, logit_cap) for some, source in zip(slots, sources, strict=True)]
+        found = [
+            _attend(q, some, source, call.scale, call.logit_cap) for some, source in zip(slots, sources, strict=True)
+        ]
         out, lse = (x[:, 0, 0] for x in joined(found))
-        if sinks is not None:
-            out = with_sinks(out, lse, sinks)
+        if call.sinks is not None:
+            out = with_sinks(out, lse, call.sinks)
         return out.astype(q_latent.dtype), lse
 
-    queries = [q.reshape(batch * tokens, heads, -1) for q in (q_latent, q_pe)]
+    queries = [q.reshape(batch * tokens, heads, -1) for q in (call.q_latent, call.q_pe)]
     keys = min(max(source.slots.shape[-1] for source in sources), CHUNK_TOKENS)
-    needed = bytes_per_request(keys, sum(entry.sizes) + entry.value_dim, heads, q_latent.dtype)
-    found = in_parts(attend_requests, *queries, *map(_used_slots, sources), bytes_per_request=needed)
-    return tuple(x.reshape(batch, tokens, *x.shape[1:]) for x in found)
+    width = sum(call.entry.sizes) + call.entry.value_dim
+    needed = bytes_per_request(keys, width, heads, call.q_latent.dtype)
+    out, lse = in_parts(attend_requests, *queries, *map(_used_slots, sources), bytes_per_request=needed)
+    return out.reshape(batch, tokens, *out.shape[1:]), lse.reshape(batch, tokens, *lse.shape[1:])
 
 
 def _used_slots(source: ExtraSlots) -> jax.Array:

@@ -10,11 +10,11 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv.ops import OPERATIONS
-from jaxkv_kernels.mosaic_gpu.attention.combine import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import GATHERED, by_slots
-from jaxkv_kernels.mosaic_gpu.attention.plan import Plan
+from jaxkv_kernels.mosaic_gpu.combine import combine
+from jaxkv_kernels.mosaic_gpu.decode import GATHERED, by_slots
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan
 from support import kernels, suites
 from support.cases import each_value, slow
 from support.compare import assert_close, assert_same_bits

@@ -11,10 +11,10 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv_kernels import calls
-from jaxkv_kernels.mosaic_gpu.entries.fields import fields_of
-from jaxkv_kernels.mosaic_gpu.entries.teams import teams
+from jaxkv_kernels.mosaic_gpu.entry_fields import fields_of
+from jaxkv_kernels.mosaic_gpu.entry_lanes import teams
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from support import suites
 from support.cases import slow
 from support.compare import assert_close, assert_same_bits
@@ -120,8 +120,8 @@ def test_explain_reports_unsupported_results():
 def test_teams_are_as_large_as_the_largest_field_asks_for(entry, lanes, rounds):
     layout = jaxkv.CacheLayout(num_layers=2, num_blocks=4, block_size=64, num_heads=1, entry=entry)
     fields = fields_of(entry, layout.pages, 1)
-    found = teams(fields, 100, interpret=False)
+    found = teams(fields, 100)
     assert found.lanes == lanes
     assert [found.rounds(field) for field in fields] == rounds
     assert found.together == 1
-    assert teams(fields, 10**6, interpret=False).together == (2 if sum(rounds) <= 4 else 1)
+    assert teams(fields, 10**6).together == (2 if sum(rounds) <= 4 else 1)

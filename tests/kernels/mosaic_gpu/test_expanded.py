@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
-from jaxkv_kernels.mosaic_gpu import unsupported
-from jaxkv_kernels.mosaic_gpu.attention import expanded
+from jaxkv_kernels.mosaic_gpu import prefill
 from support.compare import assert_close
 from support.hopper import on_hopper
 
-NOPE, ROPE, VALUE = unsupported.EXPANDED
+NOPE, ROPE, VALUE = prefill.SIZES
 
 
 def arguments(tokens, keys, heads, lengths, dtype):
@@ -28,7 +27,7 @@ def arguments(tokens, keys, heads, lengths, dtype):
 def check(tokens, keys, heads, lengths, dtype="bfloat16", *, splits):
     """The splits together are the attention in float64; a split without keys is 0 and -inf."""
     *arrays, lens = arguments(tokens, keys, heads, lengths, dtype)
-    out, lse = jax.jit(lambda *args: expanded.attend_expanded(*args, scale=0.07))(*arrays, lens)
+    out, lse = jax.jit(lambda *args: prefill.attend_expanded(*args, scale=0.07))(*arrays, lens)
     assert out.shape == (splits, len(lengths), tokens, heads, VALUE)
     assert out.dtype == dtype
     assert lse.shape == out.shape[:-1]
@@ -70,8 +69,8 @@ class TestInterpreted:
     """Two tiles of rows, the second one in part; splits, one of them without keys."""
 
     def test_attention_is_that_of_float64(self, monkeypatch):
-        monkeypatch.setattr(expanded, "LEAST_KEYS", 128)
-        monkeypatch.setattr(expanded, "SPLITS", (1, 2))
+        monkeypatch.setattr(prefill, "LEAST_KEYS", 128)
+        monkeypatch.setattr(prefill, "SPLITS", (1, 2))
         check(130, 264, 1, (260,), splits=2)
         check(3, 256, 1, (0, 100), splits=2)
 
@@ -80,4 +79,4 @@ class TestInterpreted:
     ("tiles", "keys", "splits"), [(64, 32768, 2), (1, 32768, 8), (1, 3000, 2), (132, 32768, 1), (1024, 32768, 1)]
 )
 def test_splits_fill_the_gpu(tiles, keys, splits):
-    assert expanded.splits_of(tiles, keys) == splits
+    assert prefill.splits_of(tiles, keys) == splits

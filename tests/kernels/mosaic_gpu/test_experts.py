@@ -10,11 +10,11 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels.mosaic_gpu.experts.config import ExpertsConfig, default_config, default_config_of_fp8
-from jaxkv_kernels.mosaic_gpu.experts.linear import parts_of
-from jaxkv_kernels.mosaic_gpu.experts.listing import list_chosen
+from jaxkv_kernels.mosaic_gpu.chosen_experts import list_chosen
+from jaxkv_kernels.mosaic_gpu.expert_products import ExpertsConfig, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
+from jaxkv_kernels.mosaic_gpu.scaled_linear import parts_of
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import using
 from support import kernels, suites
@@ -59,7 +59,7 @@ class Listing(Mosaic):
     )
     def test_those_that_are_chosen(self, tokens, chosen, count, more):
         ids = np.random.default_rng(0).integers(-2, count + 3, (tokens, chosen)).astype(np.int32)
-        options = {"count": count, "more": more, "size": 3, "interpret": self.interpret}
+        options = {"count": count, "more": more, "size": 3}
         found, starts, sizes, (listed,) = map(np.asarray, list_chosen(jnp.asarray(ids), **options))
         right = sorted({*ids[(ids >= 0) & (ids < count)].tolist(), *range(count, count + more)})
         assert len(found) == min(count, ids.size) + more
@@ -72,13 +72,10 @@ class Listing(Mosaic):
 class TestListing(Listing):
     """On the GPU."""
 
-    interpret = False
 
-
+@pytest.mark.usefixtures("interpreted")
 class TestInterpretedListing(Listing):
     """The shapes; what lanes do is not interpreted."""
-
-    interpret = True
 
 
 @pytest.mark.usefixtures("interpreted")

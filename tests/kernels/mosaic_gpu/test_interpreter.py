@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from support.interpreter import without_races
 
 

@@ -7,9 +7,10 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv_kernels import tuning
-from jaxkv_kernels.mosaic_gpu.attention.config import KVConfig, KVQuantisedConfig
+from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedGQAConfig
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from support import kernels, suites
 from support.cases import each_value, slow
 from support.hopper import kernel_operands, on_hopper, read_early
@@ -128,7 +129,7 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     @pytest.mark.parametrize("consumers", [slow(2), 4])
     def test_any_number_of_consumers_computes_the_same(self, consumers, monkeypatch):
         monkeypatch.setattr(self, "value_dim", 128)
-        config = KVQuantisedConfig(consumers=consumers, stages=2 * consumers, keys_at_once=1, producer_registers=72)
+        config = QuantisedGQAConfig(consumers=consumers, stages=2 * consumers, keys_at_once=1, producer_registers=72)
         with tuning.using(config):
             self.case((700, 0, 64), 1, 3, form="int8")
 
@@ -149,7 +150,7 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
         self.case((500, 70, 30), 1, 2, 2, block_size=128, window=200)
 
     def test_another_configuration_computes_the_same(self):
-        with tuning.using(KVConfig(stages=1, query_stages=1, rescale_threshold=0)):
+        with tuning.using(GQAConfig(stages=1, query_stages=1, rescale_threshold=0)):
             self.case((200, 0, 129), 2, 4)
 
     def test_the_largest_heads_have_one_stage(self, monkeypatch):

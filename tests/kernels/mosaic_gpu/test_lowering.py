@@ -6,10 +6,10 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv.fuzz.case import Case
-from jaxkv.fuzz.families import OPERATIONS, draw_case
-from jaxkv_kernels.mosaic_gpu.experts.linear import MOST_TOKENS
+from jaxkv.testing.case import Case
+from jaxkv.testing.families import OPERATIONS, draw_case
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.mosaic_gpu.scaled_linear import MOST_TOKENS
 from support.available import assume_available
 from support.cases import slow
 

@@ -6,15 +6,27 @@ import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
-from jaxkv_kernels.mosaic_gpu.experts import unsupported
-from jaxkv_kernels.mosaic_gpu.one_token.experts import swiglu_of_one
+import jaxkv
+from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import MOST_PARTS, inner_parts
 from support import oracle
+from support.available import assume_available
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper
 
 
 def normal(seed, *shape, dtype):
     return jnp.asarray(np.random.default_rng(seed).standard_normal(shape, np.float32), dtype)
+
+
+def arguments(x, gate, up, down):
+    """Those of `grouped_swiglu` for the feed-forward of a token that is not a mixture."""
+    none = jnp.zeros((1, 0), jnp.int32), jnp.zeros((1, 0), jnp.float32)
+    return (x, *none, gate[None], up[None], down[None]), {"shared": (gate, up, down)}
+
+
+def swiglu_of_one(*arrays, **limit):
+    args, options = arguments(*arrays)
+    return jaxkv.grouped_swiglu(*args, **options, **limit, implementation="mosaic_gpu")
 
 
 def in_float64(array):
@@ -58,7 +70,8 @@ class TestInterpreted:
         check_dense(64, 4096 + 2048, "bfloat16", limit=0.5)
 
 
-def test_published_sizes_lower():
+def test_published_sizes_lower(monkeypatch):
+    assume_available(monkeypatch, "mosaic_gpu")
     shape = jax.ShapeDtypeStruct
     shapes = (1, 2048), (10944, 2048), (10944, 2048), (2048, 10944)
     traced = jax.jit(swiglu_of_one).trace(*(shape(size, jnp.bfloat16) for size in shapes))
@@ -68,20 +81,24 @@ def test_published_sizes_lower():
 
 
 @pytest.mark.parametrize(
-    ("tokens", "dtypes", "reason"),
+    ("width", "inner", "dtype", "reason"),
     [
-        (1, ("bfloat16", "bfloat16"), None),
-        (2, ("bfloat16", "bfloat16"), "2 tokens: supports 1"),
-        (1, ("float32", "float32"), "weights of other dtypes than `x` of float32, or not bfloat16 or float16"),
-        (1, ("bfloat16", "float16"), "weights of other dtypes than `x` of bfloat16, or not bfloat16 or float16"),
+        (64, 64, "bfloat16", None),
+        (64, 64, "float32", "`x` of float32: supports bfloat16 and float16"),
+        (72, 40, "float16", None),
+        (68, 64, "float16", "tokens of 68 values: supports multiples of 8"),
+        (64, 1004, "float16", "an inner size of 1004 values: supports up to 16 equal parts of up to 2048"),
     ],
 )
-def test_unsupported(tokens, dtypes, reason, monkeypatch):
-    monkeypatch.setattr(unsupported, "unavailable_reasons", lambda capabilities: [])
-    x, weight = (jax.ShapeDtypeStruct((rows, 64), dtype) for rows, dtype in zip((tokens, 64), dtypes, strict=True))
-    assert [*unsupported.swiglu_of_one(tokens, x, weight, weight, weight)] == [reason] * (reason is not None)
+def test_unsupported(width, inner, dtype, reason, monkeypatch):
+    assume_available(monkeypatch, "mosaic_gpu")
+    x, gate, down = (jnp.zeros(shape, dtype) for shape in ((1, width), (inner, width), (width, inner)))
+    args, options = arguments(x, gate, gate, down)
+    found = jaxkv.explain(jaxkv.grouped_swiglu, *args, **options)
+    assert found.reasons["mosaic_gpu"] == (() if reason is None else (reason,))
+    assert found.chosen == ("mosaic_gpu" if reason is None else "xla")
 
 
 @pytest.mark.parametrize(("inner", "parts"), [(10944, 6), (2048, 1), (18432, 9), (2056, 257), (1004, 0), (40000, 20)])
 def test_parts_of_an_inner_size(inner, parts):
-    assert unsupported.inner_parts(inner) == (parts if parts <= unsupported.MOST_PARTS else 0)
+    assert inner_parts(inner) == (parts if parts <= MOST_PARTS else 0)

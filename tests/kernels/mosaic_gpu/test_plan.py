@@ -6,18 +6,22 @@ import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
-from jaxkv_kernels.mosaic_gpu.attention import combine
-from jaxkv_kernels.mosaic_gpu.attention.config import PAIR, TILE, FewRowsConfig, WideConfig
-from jaxkv_kernels.mosaic_gpu.attention.plan import make_plan
-from jaxkv_kernels.mosaic_gpu.attention.planning import by_kernel
-from support import plans
+import jaxkv
+from jaxkv_kernels.mosaic_gpu import combine
+from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig
+from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
+from jaxkv_kernels.mosaic_gpu.runtime.device import assumed_multiprocessors
+from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import MOST_REQUESTS, PAIR_COSTS, make_plan, plan_slots
+from support import kernels, plans
 from support.cases import slow
 from support.compare import assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
 BLOCKS = 50
-PAIRS = {"step": PAIR, "costs": WideConfig().split_costs}
-TILES = {"step": TILE, "costs": FewRowsConfig().split_costs}
+PAIRS = {"step": PAIR, "costs": MLADenseConfig().split_costs}
+TILES = {"step": TILE, "costs": MLASwapABConfig().split_costs}
 OTHER = {"window": 300, "tokens": 3}
 INVARIANT = {"batch_invariant": True}
 CASES = [
@@ -101,5 +105,50 @@ def test_two_kernels_compute_it():
 
 
 def test_a_batch_that_the_kernels_have_no_room_for_is_divided_by_xla():
-    _, text = lowered(by_kernel.MOST_REQUESTS + 1, 4)
+    _, text = lowered(MOST_REQUESTS + 1, 4)
     assert not kernel_operands(text)
+
+
+MULTIPROCESSORS = [132, 114, 78]
+"""Of an H100 SXM, an H100 PCIe and an H20."""
+
+
+@pytest.mark.parametrize("count", MULTIPROCESSORS)
+@pytest.mark.parametrize("heads", [16, 64, 128, 3 * 64, 200 * 64])
+def test_partitions_of_query_tokens_fill_the_gpu(count, heads):
+    counts = jax.ShapeDtypeStruct((5,), jnp.int32)
+    with assumed_multiprocessors(count):
+        options = {"size": 512, "heads": heads, "costs": PAIR_COSTS, "batch_invariant": False}
+        plan = jax.eval_shape(lambda counts: plan_slots(counts, **options), counts)
+    assert plan.num_partitions == max(count // -(-heads // 64), 1)
+    assert plan.work_tiles.shape[0] == 5 + plan.num_partitions
+
+
+@pytest.mark.parametrize("count", MULTIPROCESSORS)
+@pytest.mark.parametrize(
+    ("entry", "kv_heads", "heads", "requests", "ctas"),
+    [
+        (jaxkv.MLAEntry("bf16"), 1, 16, 4, 1),
+        (jaxkv.MLAEntry("bf16"), 1, 128, 4, 2),
+        (jaxkv.MLAEntry.typical("fp8_ds_mla"), 1, 128, 4, 2),
+        (jaxkv.KVEntry("bf16"), 8, 64, 4, 8),
+        (jaxkv.MLAEntry("bf16"), 1, 64, 35, 2),  # two CTAs share the keys of a request
+    ],
+)
+def test_partitions_of_requests_fill_the_gpu(entry, kv_heads, heads, requests, ctas, count):
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=BLOCKS, block_size=64, num_heads=kv_heads, entry=entry)
+    shape = jax.ShapeDtypeStruct
+    arrays = {
+        "buffer": shape((layout.size,), layout.dtype),
+        "block_tables": shape((requests, 12), jnp.int32),
+        "seq_lens": shape((requests,), jnp.int32),
+    }
+    options = {"heads": heads, "q_len": 1, "window": None, "dtype": entry.input_dtype, "batch_invariant": False}
+
+    def plan_decode(arrays):
+        return kernels.run(MosaicGPU(), "plan_decode", **arrays, **options, pages=layout.pages, entry=entry)
+
+    with assumed_multiprocessors(count):
+        plan = jax.eval_shape(plan_decode, arrays)
+    assert plan.num_partitions == count // ctas
+    assert plan.shared == (requests == 35)

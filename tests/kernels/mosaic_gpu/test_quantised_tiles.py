@@ -10,16 +10,23 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jaxkv
-from jaxkv_kernels.mosaic_gpu.attention.quantised.heads import HeadTiles
-from jaxkv_kernels.mosaic_gpu.attention.quantised.interpreted import (
+from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
     InterpretedHeads,
     InterpretedInt8,
     InterpretedLatents,
     InterpretedNvfp4,
 )
-from jaxkv_kernels.mosaic_gpu.attention.quantised.latents import LatentTiles
-from jaxkv_kernels.mosaic_gpu.attention.quantised.rows import Int8Tiles, Nvfp4Tiles
-from jaxkv_kernels.mosaic_gpu.attention.quantised.tiles import GROUP, INVERSES, STATS, STEPS, N
+from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
+    GROUP,
+    INVERSES,
+    STATS,
+    STEPS,
+    HeadTiles,
+    Int8Tiles,
+    LatentTiles,
+    N,
+    Nvfp4Tiles,
+)
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import WGMMA, store
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled

@@ -10,7 +10,7 @@ import jaxkv
 from jaxkv_kernels import calls
 from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
-from jaxkv_kernels.mosaic_gpu.runtime.interpreting import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from support import suites
 from support.cases import each_value, slow
 from support.compare import assert_close, assert_same_bits
@@ -89,7 +89,7 @@ class Mosaic:
     def with_e8m0_scales(self, form, exponents):
         """A scene of entries with e8m0 scales whose exponents are between these, a token of zeros, and one of NaN."""
         scene, rng = suites.scenes.scene(self.entry(form), lengths=(190, 64)), np.random.default_rng(5)
-        scales = next(part for part in scene.entry.parts() if part.name == "scales")
+        scales = next(part for part in scene.entry.fields() if part.name == "scales")
         for request in range(2):
             for position in range(scene.lengths[request]):
                 found = 127 + rng.integers(*exponents) + rng.integers(-3, 4, scales.count)
@@ -99,7 +99,7 @@ class Mosaic:
 
     def check_a_nan_scale(self, form, heads):
         """A NaN scale of one token makes all of the results that see it NaN."""
-        part = next(part for part in self.entry(form).parts() if "scales" in part.name)
+        part = next(part for part in self.entry(form).fields() if "scales" in part.name)
         self.check_a_nan_byte(form, heads, 0xFF if part.dtype == "e8m0" else 0x7F, part.offset + 3)
 
     def check_a_nan_byte(self, form, heads, byte, place):

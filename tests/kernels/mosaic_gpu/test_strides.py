@@ -7,8 +7,8 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels.mosaic_gpu.attention.paging.token_rows import in_entries_dtype, token_rows
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
+from jaxkv_kernels.mosaic_gpu.paged_tma import in_entries_dtype, token_rows
 from support import kernels, scenes
 from support.cases import slow
 from support.hopper import large

@@ -10,12 +10,12 @@ import pytest
 
 import jaxkv
 from jaxkv.cli import doctor
-from jaxkv.fuzz import families
-from jaxkv.fuzz.case import Case
 from jaxkv.support import sample_calls
-from jaxkv_kernels.addressing.hot_map import HotMap
+from jaxkv.testing import families
+from jaxkv.testing.case import Case
+from jaxkv_kernels.hot_rows import HotMap
+from jaxkv_kernels.triton import available
 from jaxkv_kernels.triton.kernels import Triton
-from jaxkv_kernels.triton.runtime import available
 from support import kernels
 from support.available import assume_available
 from support.triton.builds import SHARED, builds, builds_of, without_a_gpu

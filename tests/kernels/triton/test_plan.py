@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxkv_kernels.triton.attention.config import LatentConfig
-from jaxkv_kernels.triton.attention.plan_decode import make_plan
+from jaxkv_kernels.triton.mla import LatentConfig
+from jaxkv_kernels.triton.splits import make_plan
 from support.cases import slow
 
 CONFIG = LatentConfig(rows=16, keys=32, columns=128, warps=4, stages=2, programs_per_sm=2)

@@ -12,8 +12,7 @@ import safetensors.numpy
 from data.models import forms
 from jaxkv import models
 from jaxkv.models.families import FAMILIES
-from jaxkv.models.weights.parameters import parameters, unused
-from jaxkv.models.weights.spellings import spellings
+from jaxkv.models.weights.parameters import parameters, spellings, unused
 from models.checkpoints.folders import RECORDED, configure, copied, rejects
 from models.checkpoints.published import FP8
 from support.recorded import model
@@ -229,7 +228,7 @@ def test_weights_of_layers_past_a_models_own(family):
     config = models.ModelConfig.read(RECORDED / family)
     own = {name for weight in jax.tree.leaves(parameters(config, mtp=False)) for name in weight.all_names()}
     known = FAMILIES[config.architecture]
-    prefix, drafts = known.prefix, known.outside is None
+    prefix, drafts = known.prefix, known.global_weights is None
     for layer in (config.num_layers, 100, 999_999_999, 10**12):
         further = {name.replace(f"layers.{config.num_layers - 1}.", f"layers.{layer}.") for name in own} - own
         for start in ("", "model.", "layers.", prefix + "model."):

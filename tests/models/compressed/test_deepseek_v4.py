@@ -16,7 +16,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv.models import compressed_cache
 from jaxkv.models.batch import Batch
-from jaxkv.models.layers.compressor import Compressor, new_entries
+from jaxkv.models.layers.compressed import Compressor, new_entries
 from jaxkv.models.layers.rope import frequencies
 from models.test_families import changed, rejects
 from models.test_models import Requests

@@ -11,7 +11,7 @@ import jaxkv
 from jaxkv.ops.composed import prefill_mla
 from jaxkv.ops.composed.prefill_mla import LEAST_ON_GPUS, LEAST_WITH_KERNEL, expansion_pays, prefers_expansion
 from jaxkv_kernels import cudnn
-from jaxkv_kernels.mosaic_gpu import unsupported
+from jaxkv_kernels.mosaic_gpu import prefill as mosaic_prefill
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
 from support.cases import each_value, on_layouts
@@ -216,9 +216,9 @@ def test_on_a_gpu_expansion_needs_cudnn(monkeypatch):
     assert prefers(171, implementation="xla")
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda dtype, key, value: iter([]))
     # The kernel needs a Hopper GPU.
-    monkeypatch.setattr(unsupported, "unavailable_reasons", lambda capabilities: ["needs another GPU"])
+    monkeypatch.setattr(mosaic_prefill, "unavailable_reasons", lambda capabilities: ["needs another GPU"])
     assert not prefers(LEAST_ON_GPUS - 1)
-    monkeypatch.setattr(unsupported, "unavailable_reasons", lambda capabilities: [])
+    monkeypatch.setattr(mosaic_prefill, "unavailable_reasons", lambda capabilities: [])
     assert not prefers(LEAST_WITH_KERNEL - 1)
     assert prefers(LEAST_WITH_KERNEL)
     # Attention to other heads has no kernel of ours.
@@ -256,7 +256,7 @@ class TestCudnn:
 
     @pytest.mark.parametrize(("implementation", "calls"), [(None, 1), ("xla", 0), (("xla",), 0)])
     def test_lowers_for_cuda(self, implementation, calls, monkeypatch):
-        monkeypatch.setattr(unsupported, "unavailable_reasons", lambda capabilities: [])  # as on a Hopper GPU
+        monkeypatch.setattr(mosaic_prefill, "unavailable_reasons", lambda capabilities: [])  # as on a Hopper GPU
         layout = jaxkv.CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("bf16"))
         shapes = (2, 65, 4, 128), (2, 65, 4, 64), (4, 128, 512), (4, 128, 512), (layout.size,)
         given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
@@ -300,7 +300,7 @@ def test_keys_in_parts(monkeypatch):
 
     def attend(q, k_nope, k_pe, v, kv_lens, *, scale):
         """What `attend_expanded` returns, in two splits."""
-        assert k_nope.shape[1] % unsupported.TILE_ROWS == 0
+        assert k_nope.shape[1] % mosaic_prefill.TILE_ROWS == 0
         calls.append(q.shape)
         k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
         k, first = jnp.concatenate([k_nope, k_pe], axis=-1), 72
@@ -315,7 +315,7 @@ def test_keys_in_parts(monkeypatch):
 
     monkeypatch.setattr(cudnn, "unsupported_reasons", lambda *args: iter([]))
     monkeypatch.setattr(cudnn, "attention", expanded.attention)
-    monkeypatch.setattr(unsupported, "attend_expanded", lambda *args: iter([]))
+    monkeypatch.setattr(prefill_mla, "unsupported_heads", lambda *args: iter([]))
     monkeypatch.setattr(prefill_mla, "attend_expanded", attend)
     scene = scenes.scene(ENTRY, lengths=LENGTHS)
     check(scene, scene.cache(scenes.layouts(ENTRY)["BLNHC"], 1), arguments(ENTRY, 70, "float32"))

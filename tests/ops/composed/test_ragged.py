@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.testing.buffers import to_bytes
 from jaxkv_kernels.formats.bits import FP8
 from support.compare import assert_close, assert_same_bits
-from support.scenes import to_bytes
 
 BLOCK, COLUMNS, NEW, LENGTHS, USED = 16, 3, (1, 1, 0, 20, 5), (17, 1, 30, 41, 9), 4
 """Two decode steps, a sequence without new tokens, a chunk of a prompt, and a sequence that is not in use."""

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.testing.buffers import entry_bytes, to_bytes, to_cache
 from support import scenes
 from support.cases import on_layouts
 from support.compare import assert_same_bits
@@ -18,7 +19,7 @@ class BlockChecks(Suite):
         """What belongs to each block, bytes [B, ...]: its run, or its entries in all layers."""
         if layout.blocks_are_runs:
             return buffer.reshape(layout.num_blocks, -1)
-        return np.moveaxis(scenes.window(layout, buffer), 1, 0)
+        return np.moveaxis(entry_bytes(layout, buffer), 1, 0)
 
     def make(self, name, entry, **sizes):
         """A layout and a buffer of random bytes."""
@@ -30,28 +31,28 @@ class BlockChecks(Suite):
         last = layout.num_blocks - 1
         src = [3, 1, 1, 0, 2, -1, layout.num_blocks, 5, 2]
         dst = [1, 3, last, 2, 4, 5, 5, -2, 2**31 - 1]
-        cache = scenes.to_cache(layout, before)
+        cache = to_cache(layout, before)
         after = self.run(jaxkv.copy_blocks, cache, jnp.asarray(src, jnp.int32), jnp.asarray(dst, jnp.int32))
         expected = before.copy()
         target, source = self.blocks(layout, expected), self.blocks(layout, before)
         for s, d in zip(src[:5], dst[:5], strict=True):
             target[d] = source[s]
-        assert_same_bits(scenes.to_bytes(after), expected)
+        assert_same_bits(to_bytes(after), expected)
 
     def check_travel(self, layout, before):
         """Blocks of one cache over others of another; bad ids give 0, and are skipped."""
-        rows = self.run(jaxkv.read_blocks, scenes.to_cache(layout, before), jnp.asarray([5, 0, 5, -1, 99]))
+        rows = self.run(jaxkv.read_blocks, to_cache(layout, before), jnp.asarray([5, 0, 5, -1, 99]))
         assert rows.shape == (5, layout.block_nbytes // layout.itemsize)
         rows = np.asarray(rows)
         assert not rows[3:].view(np.uint8).any()
         other, last = scenes.garbage(layout, np.random.default_rng(9), "random"), layout.num_blocks - 1
         after = self.run(
-            jaxkv.write_blocks, scenes.to_cache(layout, other), jnp.asarray([2, last, -1, 99]), jnp.asarray(rows[:4])
+            jaxkv.write_blocks, to_cache(layout, other), jnp.asarray([2, last, -1, 99]), jnp.asarray(rows[:4])
         )
         expected = other.copy()
         target, source = self.blocks(layout, expected), self.blocks(layout, before)
         target[2], target[last] = source[5], source[0]
-        assert_same_bits(scenes.to_bytes(after), expected)
+        assert_same_bits(to_bytes(after), expected)
 
 
 class Blocks(BlockChecks):
@@ -88,14 +89,14 @@ class Blocks(BlockChecks):
         assert pairs, "a packed layer-major cache and a packed block-major one have the same blocks"
         for source, target in pairs:
             before = scenes.garbage(source, np.random.default_rng(2), "random")
-            rows = self.run(jaxkv.read_blocks, scenes.to_cache(source, before), jnp.asarray([3, 5]))
+            rows = self.run(jaxkv.read_blocks, to_cache(source, before), jnp.asarray([3, 5]))
             after = self.run(jaxkv.write_blocks, jaxkv.KVCache.zeros(target), jnp.asarray([6, 0]), rows)
             for layer in range(source.num_layers):
-                moved = scenes.fetch(target, scenes.to_bytes(after), layer)[np.asarray([6, 0])]
+                moved = scenes.fetch(target, to_bytes(after), layer)[np.asarray([6, 0])]
                 assert_same_bits(moved, scenes.fetch(source, before, layer)[np.asarray([3, 5])])
 
     @pytest.mark.parametrize("count", [0, 16])
     def test_numbers_of_blocks(self, count):
         layout, before = self.make("BLNHC", scenes.MLA_ENTRIES[0])
-        rows = self.run(jaxkv.read_blocks, scenes.to_cache(layout, before), jnp.arange(count, dtype=jnp.int32))
+        rows = self.run(jaxkv.read_blocks, to_cache(layout, before), jnp.arange(count, dtype=jnp.int32))
         assert_same_bits(np.asarray(rows), before.view(layout.dtype).reshape(16, -1)[:count])

@@ -69,6 +69,9 @@ class ExpertChecks(Suite):
         missing = jnp.full_like(experts, len(matrices[0]))
         found = self.run(jaxkv.grouped_swiglu, x, missing, shares, *matrices, shared=shared, **limit)
         assert_close(found, alone, **tolerance)
+        none = experts[:, :0], shares[:, :0]
+        found = self.run(jaxkv.grouped_swiglu, x, *none, *matrices, shared=shared, **limit)
+        assert_close(found, alone, **tolerance)
 
     def check_biases(self, arguments):
         """The same with biases, the limit and the activation of GPT-OSS; choices of missing experts are skipped."""

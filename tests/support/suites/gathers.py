@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.testing.buffers import to_cache
 from support import oracle, scenes
 from support.cases import on_layouts
 from support.compare import assert_close, assert_same_bits
@@ -107,7 +108,7 @@ class Gathers(GatherChecks):
     def test_tokens_outside_the_table_or_the_cache_are_zero(self):
         entry = scenes.MLA_ENTRIES[2]
         tables = jnp.asarray([[-1, 3], [scenes.BLOCKS, 2**31 - 1]], jnp.int32)
-        cache = scenes.to_cache(layout := layout_of("BLNHC", entry, block_size=16), scenes.garbage(layout, None))
+        cache = to_cache(layout := layout_of("BLNHC", entry, block_size=16), scenes.garbage(layout, None))
         cu_seq_lens = jnp.asarray([0, 16, 70], jnp.int32)
         kv_c, k_pe = self.run(jaxkv.gather_mla, cache, tables, cu_seq_lens, layer=0, total=70, dtype=jnp.float32)
         assert not np.asarray(kv_c).any()
@@ -208,7 +209,7 @@ class GatherEntries(GatherEntriesChecks):
     def test_bytes_outside_the_table_or_the_cache_are_zero(self):
         entry = OF_144_BYTES
         tables = jnp.asarray([[-1, 3], [scenes.BLOCKS, 2**31 - 1]], jnp.int32)
-        cache = scenes.to_cache(layout := layout_of("BLNHC", entry, block_size=16), scenes.garbage(layout, None))
+        cache = to_cache(layout := layout_of("BLNHC", entry, block_size=16), scenes.garbage(layout, None))
         cu_seq_lens = jnp.asarray([0, 16, 70], jnp.int32)
         for layer in (0, jnp.int32(-1), jnp.int32(layout.num_layers)):
             found = self.run(jaxkv.gather_entries, cache, tables, cu_seq_lens, layer=layer, total=80)

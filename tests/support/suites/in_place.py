@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.testing.buffers import to_cache
 from support import scenes
 from support.compare import assert_same_bits
 from support.suites.base import Suite, layout_of
@@ -35,7 +36,7 @@ class WritesInScans(WriteChecks):
                 return cache, cache.buffer[: layout.size // 2]
 
             scan = jax.jit(lambda cache, xs: jax.lax.scan(body, cache, xs), donate_argnums=0)
-            return scan(scenes.to_cache(layout, before), (jnp.arange(3), *new))
+            return scan(to_cache(layout, before), (jnp.arange(3), *new))
 
         (found, halves), (expected, right) = all_layers(self.implementation), all_layers("xla")
         assert_same_bits(found.buffer, expected.buffer)
@@ -57,7 +58,7 @@ class BlocksInScans(BlockChecks):
                 return jaxkv.write_blocks(cache, pair[:, 0] + 9, rows, implementation=implementation), rows
 
             scan = jax.jit(lambda cache, pairs: jax.lax.scan(body, cache, pairs), donate_argnums=0)
-            return scan(scenes.to_cache(layout, before), pairs)
+            return scan(to_cache(layout, before), pairs)
 
         (found, rows), (expected, right) = in_turn(self.implementation), in_turn("xla")
         assert_same_bits(found.buffer, expected.buffer)

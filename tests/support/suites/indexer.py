@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.testing.buffers import to_cache
 from jaxkv_kernels.xla.paged import CHUNK_TOKENS
 from support import scenes
 from support.cases import on_layouts, slow
@@ -167,7 +168,7 @@ class Indexer(IndexerChecks):
         # relu(v) - relu(-v) = v.
         q = jnp.stack([jnp.ones(size), -jnp.ones(size)])[None, None].astype(dtype)
         found = self.run(
-            jaxkv.indexer_logits, q, jnp.asarray([[[1.0, -1.0]]]), scenes.to_cache(layout, buffer),
+            jaxkv.indexer_logits, q, jnp.asarray([[[1.0, -1.0]]]), to_cache(layout, buffer),
             jnp.arange(4)[None], jnp.asarray([256]), layer=1, max_len=256,
         )  # fmt: skip
         values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)

@@ -6,12 +6,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 import jaxkv
+from jaxkv.testing.buffers import to_bytes, to_cache
+from jaxkv.testing.layouts import draw_state, draw_strides, pick
 from support import oracle, scenes
+from support.cases import random_numbers
 from support.compare import assert_same_bits
-from support.random_layouts import state_entry, strided_layout
 from support.suites.base import Suite, layout_of
 
 MIXED = jaxkv.StateEntry({"conv": ((3, 5), "bfloat16"), "ssm": ((2, 4, 3), "float32"), "count": ((), "float16")})
@@ -40,8 +41,8 @@ class StateChecks(Suite):
         states = states_of(layout.entry, len(slots))
         before = scenes.garbage(layout, np.random.default_rng(5), kind)
         values = {name: jnp.asarray(x) for name, x in states.items()}
-        cache = self.run(jaxkv.write_state, scenes.to_cache(layout, before), values, jnp.asarray(slots), layer=layer)
-        assert_same_bits(scenes.to_bytes(cache), self.stored(layout, before, layer, slots, states))
+        cache = self.run(jaxkv.write_state, to_cache(layout, before), values, jnp.asarray(slots), layer=layer)
+        assert_same_bits(to_bytes(cache), self.stored(layout, before, layer, slots, states))
 
     def stored(self, layout, before, layer, slots, states):
         """The bytes `before`, with states at slots of a layer."""
@@ -58,7 +59,7 @@ class StateChecks(Suite):
         known = sorted({slot for slot in slots if 0 <= slot < layout.num_slots})
         states = states_of(layout.entry, len(known))
         before = scenes.garbage(layout, np.random.default_rng(5))
-        cache = scenes.to_cache(layout, self.stored(layout, before, layer, known, states))
+        cache = to_cache(layout, self.stored(layout, before, layer, known, states))
         found = self.run(jaxkv.read_state, cache, jnp.asarray(slots, jnp.int32), layer=layer)
         rows = [known.index(slot) if slot in known else -1 for slot in slots]
         assert set(found) == set(states)
@@ -83,11 +84,11 @@ class States(StateChecks):
         self.check_read(layout, 1, [*self.slots(layout), *self.slots(layout)[:3]])
 
     @settings(max_examples=settings.default.max_examples // 20)
-    @given(st.randoms(use_true_random=True))
-    def test_strides_drawn_at_random(self, random):
-        layout = strided_layout(random, state_entry(random))
-        layer = random.randrange(layout.num_layers)
-        self.check_write(layout, layer, self.slots(layout), random.choice(["nan", "random"]))
+    @given(random_numbers)
+    def test_strides_drawn_at_random(self, rng):
+        layout = draw_strides(rng, draw_state(rng))
+        layer = int(rng.integers(layout.num_layers))
+        self.check_write(layout, layer, self.slots(layout), pick(rng, "nan", "random"))
         self.check_read(layout, layer, self.slots(layout))
 
     def test_one_trace_serves_all_slots_and_layers(self):
@@ -135,8 +136,8 @@ class States(StateChecks):
         layout = layout_of("BLNHC", PLAIN, block_size=4)
         before = scenes.garbage(layout, np.random.default_rng(0), "random")
         states = {name: jnp.asarray(x) for name, x in states_of(PLAIN, 2).items()}
-        cache, slots, layer = scenes.to_cache(layout, before), jnp.asarray([1, 2]), jnp.asarray(layer, jnp.int32)
-        assert_same_bits(scenes.to_bytes(self.run(jaxkv.write_state, cache, states, slots, layer=layer)), before)
+        cache, slots, layer = to_cache(layout, before), jnp.asarray([1, 2]), jnp.asarray(layer, jnp.int32)
+        assert_same_bits(to_bytes(self.run(jaxkv.write_state, cache, states, slots, layer=layer)), before)
         for x in self.run(jaxkv.read_state, cache, slots, layer=layer).values():
             assert not np.asarray(x).any()
 

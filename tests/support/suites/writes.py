@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.testing.buffers import to_bytes, to_cache
 from support import oracle, scenes
 from support.cases import on_layouts
 from support.compare import assert_close, assert_same_bits
@@ -45,7 +46,7 @@ class WriteChecks(Suite):
         parts = new_tokens(entry, heads, len(slots))
         keywords, scales = scales_of(entry, heads)
         before = scenes.garbage(layout, np.random.default_rng(5), kind)
-        cache = self.write(scenes.to_cache(layout, before), parts, jnp.asarray(slots, jnp.int32), layer, keywords)
+        cache = self.write(to_cache(layout, before), parts, jnp.asarray(slots, jnp.int32), layer, keywords)
         encoded = oracle.encode(entry, parts, scales)
         expected = before.copy()
         entries = scenes.fetch(layout, expected, layer)
@@ -54,7 +55,7 @@ class WriteChecks(Suite):
                 entries[slot // layout.block_size, :, slot % layout.block_size] = encoded[token]
         scenes.place(layout, expected, layer, entries)
         assert (expected != before).any()
-        assert_same_bits(scenes.to_bytes(cache), expected, "the buffer's bytes")
+        assert_same_bits(to_bytes(cache), expected, "the buffer's bytes")
 
     def slots(self, layout, rng, count=12):
         """Distinct slots among skipped ones: negative, one past the end, far past it."""
@@ -88,13 +89,13 @@ class RotatedChecks(WriteChecks):
         before = scenes.garbage(layout, rng, "random")
         slots, options = jnp.asarray(slots, jnp.int32), {"layer": 1, **keywords}
         found = self.run(
-            jaxkv.write_mla, scenes.to_cache(layout, before), *new, slots,
+            jaxkv.write_mla, to_cache(layout, before), *new, slots,
             cos_sin=jnp.asarray(cos_sin), interleaved=interleaved, **options,
         )  # fmt: skip
         expected = [jnp.asarray(part, dtype_of(entry)) for part in expected]
-        right = self.run(jaxkv.write_mla, scenes.to_cache(layout, before), *expected, slots, **options)
-        assert_same_bits(scenes.to_bytes(found), scenes.to_bytes(right))
-        assert (scenes.to_bytes(found) != before).any()
+        right = self.run(jaxkv.write_mla, to_cache(layout, before), *expected, slots, **options)
+        assert_same_bits(to_bytes(found), to_bytes(right))
+        assert (to_bytes(found) != before).any()
 
 
 class RotatedWrites(RotatedChecks):
@@ -120,7 +121,7 @@ class RotatedWrites(RotatedChecks):
             jaxkv.write_mla, jaxkv.KVCache.zeros(layout), latent.astype(dtype), rope.astype(dtype), slots,
             layer=0, cos_sin=jnp.asarray(cos_sin), interleaved=interleaved,
         )  # fmt: skip
-        stored = jnp.asarray(scenes.fetch(layout, scenes.to_bytes(cache), 0)[0, 0, :40].view(np.float32)[:, 64:])
+        stored = jnp.asarray(scenes.fetch(layout, to_bytes(cache), 0)[0, 0, :40].view(np.float32)[:, 64:])
         assert_close(stored.astype(dtype), right, roundings=2, magnitude=2)
         assert_same_bits(stored, stored.astype(dtype).astype(jnp.float32))  # rounded to the dtype of the keys
 
@@ -176,7 +177,7 @@ class Writes(WriteChecks):
         ).astype(np.float32)
         parts = [jnp.asarray(rows[:, None])] + [jnp.zeros((len(rows), 1, size)) for size in entry.sizes[1:]]
         cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.arange(len(rows)), 0, {})
-        entries = scenes.fetch(layout, scenes.to_bytes(cache), 0)[0, 0, : len(rows)]
+        entries = scenes.fetch(layout, to_bytes(cache), 0)[0, 0, : len(rows)]
         assert_same_bits(entries, oracle.encode(entry, [part[:, 0] for part in parts]))
 
     def test_a_nan_stays_visible(self):
@@ -185,14 +186,14 @@ class Writes(WriteChecks):
             parts = [jnp.ones((1, 1, size)) for size in entry.sizes]
             parts[0] = parts[0].at[0, 0, 3].set(jnp.nan)
             cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.asarray([7]), 0, {})
-            stored = oracle.decode(entry, scenes.fetch(layout, scenes.to_bytes(cache), 0)[0, 0, 7])[0]
+            stored = oracle.decode(entry, scenes.fetch(layout, to_bytes(cache), 0)[0, 0, 7])[0]
             assert np.isnan(stored[3])
 
     def test_fp8_saturates(self):
         layout = layout_of("BLNHC", scenes.MLA_ENTRIES[3])
         parts = [jnp.full((1, 1, size), -1e6, jnp.float32) for size in layout.entry.sizes]
         cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.asarray([0]), 0, {"kv_scale": 0.5})
-        stored = oracle.decode(layout.entry, scenes.fetch(layout, scenes.to_bytes(cache), 0)[0, 0, 0], (0.5, 0.5))
+        stored = oracle.decode(layout.entry, scenes.fetch(layout, to_bytes(cache), 0)[0, 0, 0], (0.5, 0.5))
         assert (stored[0] == -224).all()
 
     def test_fp8_is_a_quotient_of_one_rounding(self):
@@ -218,7 +219,7 @@ class Writes(WriteChecks):
             jaxkv.KVCache.zeros(layout), parts, jnp.arange(len(values)), 0,
             {"k_scale": jnp.asarray(scale), "v_scale": jnp.asarray(scale)},
         )  # fmt: skip
-        stored = scenes.to_bytes(cache).reshape(-1, entry.nbytes)
+        stored = to_bytes(cache).reshape(-1, entry.nbytes)
         with np.errstate(all="ignore"):
             right = oracle.encode(entry, [np.asarray(part)[:, 0] for part in parts], (scale, scale))
         nan = [(found & 0x7F) == 0x7F for found in (stored, right)]
@@ -231,25 +232,23 @@ class Writes(WriteChecks):
         parts = new_tokens(layout.entry, 1, 3)
         for layer in (-1, layout.num_layers, 2**31 - 1):
             after = self.write(
-                scenes.to_cache(layout, before), parts, jnp.asarray([0, 5, 99]), jnp.asarray(layer, jnp.int32), {}
+                to_cache(layout, before), parts, jnp.asarray([0, 5, 99]), jnp.asarray(layer, jnp.int32), {}
             )
-            assert_same_bits(scenes.to_bytes(after), before)
+            assert_same_bits(to_bytes(after), before)
 
     def test_no_tokens(self):
         layout = layout_of("BLNHC", scenes.MLA_ENTRIES[0])
         before = scenes.garbage(layout, np.random.default_rng(0), "random")
-        after = self.write(
-            scenes.to_cache(layout, before), new_tokens(layout.entry, 1, 0), jnp.zeros(0, jnp.int32), 0, {}
-        )
-        assert_same_bits(scenes.to_bytes(after), before)
+        after = self.write(to_cache(layout, before), new_tokens(layout.entry, 1, 0), jnp.zeros(0, jnp.int32), 0, {})
+        assert_same_bits(to_bytes(after), before)
 
     def test_slots_of_other_integer_types_do_not_wrap_round(self):
         layout = layout_of("BLNHC", scenes.MLA_ENTRIES[0])
         before = scenes.garbage(layout, np.random.default_rng(0), "random")
         parts = new_tokens(layout.entry, 1, 2)
         wrapped = np.asarray([2**32 + 5, -(2**32) + 5], np.int64)  # 5, had they been cut to 32 bits
-        after = self.write(scenes.to_cache(layout, before), parts, wrapped, 0, {})
-        assert_same_bits(scenes.to_bytes(after), before)
+        after = self.write(to_cache(layout, before), parts, wrapped, 0, {})
+        assert_same_bits(to_bytes(after), before)
         with jax.enable_x64(True):
-            after = self.write(scenes.to_cache(layout, before), parts, jnp.asarray(wrapped), 0, {})
-            assert_same_bits(scenes.to_bytes(after), before)
+            after = self.write(to_cache(layout, before), parts, jnp.asarray(wrapped), 0, {})
+            assert_same_bits(to_bytes(after), before)

@@ -62,8 +62,8 @@ def builds_of(capability, call):
 
     with (
         building(capability),
-        mock.patch("jaxkv_kernels.triton.runtime.launch._through_jax_triton", compile),
-        mock.patch("jaxkv_kernels.triton.runtime.launch._capability", return_value=capability),
+        mock.patch("jaxkv_kernels.triton.launch._through_jax_triton", compile),
+        mock.patch("jaxkv_kernels.triton.launch._capability", return_value=capability),
     ):
         jax.eval_shape(lambda call: call.run_on(Triton()), call)
     assert built, f"{call.operation} launches nothing"
@@ -121,6 +121,6 @@ def without_a_gpu(capability=90):
     }
     with (
         mock.patch.multiple(jaxlib.gpu_triton, create=True, **stubs),
-        mock.patch("jaxkv_kernels.triton.runtime.launch._capability", return_value=capability),
+        mock.patch("jaxkv_kernels.triton.launch._capability", return_value=capability),
     ):
         yield

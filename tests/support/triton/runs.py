@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from jaxkv_kernels.triton.runtime.available import unavailable_reasons
+from jaxkv_kernels.triton.available import unavailable_reasons
 
 INTERPRETS = "TRITON_INTERPRET" in os.environ
 

@@ -38,6 +38,6 @@ class Fp4V41(V41):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`, which is exact for bf16 and float16."""
-        latent, rope, scale = (part.read(row) for part in self.parts(sizes, 1))
+        latent, rope, scale = (field.read(row) for field in self.fields(sizes, 1))
         values = from_e2m1(jnp.concatenate([latent, rope], axis=-1), scale.astype(jnp.float32)).astype(dtype)
         return [values[..., : sizes["latent"]], values[..., sizes["latent"] :]]

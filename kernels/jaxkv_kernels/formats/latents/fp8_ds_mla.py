@@ -29,7 +29,7 @@ class Fp8DsMla(Format):
     kinds = (MLAEntry,)
     dtype = "uint8"
 
-    def parts(self, sizes, block_size):
+    def fields(self, sizes, block_size):
         """The latent, its scales, then the rotary part."""
         latent, rope = sizes["latent"], sizes["rope"]
         if latent % TILE or rope % 2 or not rope:
@@ -49,7 +49,7 @@ class Fp8DsMla(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies the latent in float32 and rounds it to `dtype`; converts the rotary part."""
-        latent, scale, rope = (part.read(row) for part in self.parts(sizes, 1))
+        latent, scale, rope = (field.read(row) for field in self.fields(sizes, 1))
         values = _tiles(latent.astype(jnp.float32)) * scale[..., None]
         return [values.reshape(latent.shape).astype(dtype), rope.astype(dtype)]
 

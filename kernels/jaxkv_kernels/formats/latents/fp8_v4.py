@@ -36,7 +36,7 @@ class Fp8V4(Format):
     rope_in_values = True
     typical = MappingProxyType({"latent": 448, "rope": 64})
 
-    def parts(self, sizes, block_size):
+    def fields(self, sizes, block_size):
         """The latent and the rotary part, then the scales and their padding."""
         latent, rope = sizes["latent"], sizes["rope"]
         if latent % TILE or rope % 2 or not rope:
@@ -63,6 +63,6 @@ class Fp8V4(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies the latent in float32 and rounds it to `dtype`; converts the rotary part."""
-        latent, rope, scale, *_ = (part.read(row) for part in self.parts(sizes, 1))
+        latent, rope, scale, *_ = (field.read(row) for field in self.fields(sizes, 1))
         values = tiles_of(latent, TILE) * from_e8m0(scale)[..., None]
         return [values.reshape(latent.shape).astype(dtype), rope.astype(dtype)]

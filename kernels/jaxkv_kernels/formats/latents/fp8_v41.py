@@ -23,7 +23,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.formats.bits import largest_magnitude, power_of_two_scale, to_fp8
 from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.formats.format import Format, Part, join, split_by_page, together
+from jaxkv_kernels.formats.format import Field, Format, join, split_by_page, together
 from jaxkv_kernels.formats.fp4 import from_e8m0, tiles_of, to_e8m0
 
 TILE = 32
@@ -51,7 +51,7 @@ class V41(Format):
         self.name = name
         self._split = self.pads_pages = split
 
-    def parts(self, sizes, block_size) -> tuple[Part, ...]:
+    def fields(self, sizes, block_size) -> tuple[Field, ...]:
         """The values of both parts, then their scales."""
         if any(size % self.tile or not size for size in sizes.values()):
             raise ValueError(f"{self.name} entry of {dict(sizes)}: expected positive multiples of {self.tile} values")
@@ -76,7 +76,7 @@ class Fp8V41(V41):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`."""
-        latent, rope, scale = (part.read(row) for part in self.parts(sizes, 1))
+        latent, rope, scale = (field.read(row) for field in self.fields(sizes, 1))
         values = tiles_of(jnp.concatenate([latent, rope], axis=-1), TILE) * from_e8m0(scale)[..., None]
         values = values.reshape(*row.shape[:-1], sum(sizes.values())).astype(dtype)
         return [values[..., : sizes["latent"]], values[..., sizes["latent"] :]]

@@ -34,7 +34,7 @@ class Mxfp4DsMla(Format):
     dtype = "uint8"
     typical = MappingProxyType({"latent": 448, "rope": 64})
 
-    def parts(self, sizes, block_size):
+    def fields(self, sizes, block_size):
         """The latent, its scales, padding unless they fill it, then the rotary part."""
         latent, rope = sizes["latent"], sizes["rope"]
         if latent % TILE or not rope:
@@ -58,6 +58,6 @@ class Mxfp4DsMla(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies the latent in float32 and rounds it to `dtype`; converts the rotary part."""
-        found = {part.name: part.read(row) for part in self.parts(sizes, 1)}
+        found = {field.name: field.read(row) for field in self.fields(sizes, 1)}
         latent = from_e2m1(found["latent"], from_e8m0(found["scales"]))
         return [latent.astype(dtype), found["rope"].astype(dtype)]

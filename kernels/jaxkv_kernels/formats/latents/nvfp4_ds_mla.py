@@ -19,7 +19,7 @@ from jaxkv_kernels.formats.fp4 import e4m3_scale, from_e2m1, tiles_of, to_e2m1
 TILE = 16
 """Values that share a scale."""
 COLUMNS = 4
-"""Scales of so many consecutive tiles lie n / 4 bytes apart."""
+"""Scales are stored as the transpose of a matrix with this many columns: consecutive ones lie n / 4 bytes apart."""
 
 
 class Nvfp4DsMla(Format):
@@ -29,7 +29,7 @@ class Nvfp4DsMla(Format):
     kinds = (MLAEntry,)
     dtype = "uint8"
 
-    def parts(self, sizes, block_size):
+    def fields(self, sizes, block_size):
         """The latent, the rotary part, then the scales."""
         latent, rope = sizes["latent"], sizes["rope"]
         if latent % (TILE * COLUMNS) or not rope:
@@ -52,7 +52,7 @@ class Nvfp4DsMla(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`, which is exact for bf16 and float16."""
-        pairs, rope, permuted = (part.read(row) for part in self.parts(sizes, 1))
+        pairs, rope, permuted = (field.read(row) for field in self.fields(sizes, 1))
         scale = _transposed(permuted, (COLUMNS, permuted.shape[-1] // COLUMNS)).astype(jnp.float32)
         return [from_e2m1(pairs, scale).astype(dtype), rope.astype(dtype)]
 

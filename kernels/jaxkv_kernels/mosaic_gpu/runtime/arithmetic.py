@@ -1,4 +1,4 @@
-"""Arithmetic of device-side code: capped scores, products on the tensor cores."""
+"""Arithmetic of device-side code: integers, capped scores, products on the tensor cores."""
 
 import math
 from collections.abc import Callable
@@ -6,10 +6,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
+
+
+def floordiv(a, b: int):
+    """`a // b` for non-negative integers, because kernels do not support floor division of traced integers."""
+    return lax.div(a, a.dtype.type(b))
+
+
+def opaque_zero(i):
+    """0, computed from a loop variable `i` below 2**20 in a way that the compiler does not see through.
+
+    It is added to the stage index of a wgmma operand in shared memory.  With a constant index, the compiler would hoist
+    the 64-bit descriptors of all operands out of the loop and spill them, which makes a kernel half as fast.
+    """
+    return floordiv(i, 1 << 20)
 
 
 def cap_scores(scores: jax.Array, cap: float) -> jax.Array:

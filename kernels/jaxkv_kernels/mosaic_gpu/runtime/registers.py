@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.runtime.elements import elements, splat
-from jaxkv_kernels.mosaic_gpu.runtime.ptx import i32, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import elements, splat
+from jaxkv_kernels.mosaic_gpu.ptx.inline import i32, ptx
 
 WGMMA = plgpu.Layout.WGMMA
 """The layout of wgmma's results: a quad of lanes shares a row."""

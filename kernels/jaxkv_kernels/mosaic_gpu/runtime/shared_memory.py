@@ -37,7 +37,7 @@ def zero_rows(ref, place: tuple[Any, ...], first: int, count: int, low, high, *,
     from jax.experimental.mosaic import gpu as mgpu
     from jax.extend.mlir.dialects import arith
 
-    from jaxkv_kernels.mosaic_gpu.runtime.ptx import at, c32, ptx
+    from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, ptx
     from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
     tile_rows, tile_columns, tile_nbytes = 8, 64, 1024

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.testing.buffers import to_cache
 from support import scenes
 from support.cases import on_layouts
 from support.compare import assert_same_bits
@@ -61,7 +62,7 @@ class ExtraSlotsChecks(DecodeMLASparseChecks):
             scenes.place(layouts[name], buffer, n, scene.entries)
             found.append([scene, layouts[name], self.choose(scene, tokens, sizes[n], rng), n, None])
         for one in found:
-            one[1] = scenes.to_cache(one[1], buffer)
+            one[1] = to_cache(one[1], buffer)
         return queries(entry, 3, tokens, 2), *found
 
 

@@ -1,0 +1,366 @@
+"""Time the serving engine under load: throughput, time to first token, and time between tokens, at several loads.
+
+The weights are random, which does not change the times.  First, prefill and decode are timed alone, and then requests
+that all arrive at once.  The output tokens per second while requests wait are the saturation; they are compared with
+what the rates of prefill and decode allow.  Finally, requests arrive at random (a Poisson process), at fractions of the
+rate at which saturation serves them.
+"""
+
+import argparse
+import math
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxkv.bench import random_models, step
+from jaxkv.models import Model
+from jaxkv.serving import Engine, Request
+from jaxkv.serving.table import tables_of
+from jaxkv.terminal.files import write_json
+from jaxkv.terminal.formatting import counted, size
+from jaxkv.terminal.memory import nbytes
+from jaxkv.terminal.options import integer, output_file, positive
+from jaxkv.terminal.streams import notice
+
+MOST_REQUESTS = 2**20
+LEAST_LOAD, MOST_LOAD = 0.001, 1000
+"""At less, requests would arrive once in hours."""
+ROOM = 1.5
+"""The default number of blocks, relative to those of as many requests of mean length as run at once."""
+
+SPREAD = 0.7
+"""The standard deviation of the logarithm of drawn lengths: their 95th percentile is 2.5 times their mean."""
+LONGEST = 4
+"""Drawn lengths are at most this many times their mean."""
+PREFILL_TOKENS = 8192
+"""Tokens of the prefill that is timed, which are enough for its best rate."""
+PERCENTILES = {"median": 50, "p99": 99}
+
+
+class Lengths(NamedTuple):
+    """Lengths of requests in tokens."""
+
+    prompts: np.ndarray
+    """int [N]."""
+    outputs: np.ndarray
+    """int [N]."""
+
+    @classmethod
+    def drawn(cls, count: int, prompt: int, output: int, *, seed: int = 0) -> "Lengths":
+        """Log-normal lengths of `count` requests with the given means, as observed in conversations."""
+        rng = np.random.default_rng(seed)
+
+        def draw(mean: int) -> np.ndarray:
+            values = np.minimum(rng.lognormal(-(SPREAD**2) / 2, SPREAD, count), LONGEST)
+            return np.maximum(np.rint(values * (mean / values.mean())), 1).astype(int)
+
+        return cls(draw(prompt), draw(output))
+
+    @classmethod
+    def read(cls, path: Path, count: int) -> "Lengths":
+        """Lengths of `count` requests from a file, from the start again if it has fewer.
+
+        Raises:
+          ValueError: the file is empty or not UTF-8, or a line does not have two positive integers (prompt and output
+            tokens) below 2**31, separated by a comma or spaces.  The message names the file and the line.
+        """
+        try:
+            lines = path.read_text("utf-8").splitlines()
+        except UnicodeDecodeError:
+            raise ValueError(f"{path} is not UTF-8: expected a line of two numbers for each request") from None
+        pairs = []
+        for number, line in enumerate(lines, 1):
+            words = line.replace(",", " ").split()
+            # Ten digits at most: Python does not convert thousands of them.
+            known = [word.isdecimal() and len(word) <= 10 and 0 < int(word) < 2**31 for word in words]
+            if len(words) != 2 or not all(known):
+                raise ValueError(f"{path}, line {number}: {line!r} is not the prompt and output tokens of a request")
+            pairs.append([int(word) for word in words])
+        if not pairs:
+            raise ValueError(f"{path} is empty: expected a line with prompt and output tokens for each request")
+        return cls(*np.resize(np.asarray(pairs), (count, 2)).T)
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of a request."""
+        return int((self.prompts + self.outputs).max())
+
+    @property
+    def running(self) -> int:
+        """The mean number of cached tokens of running requests: those with more outputs run for longer."""
+        return int(np.average(self.prompts + self.outputs / 2, weights=self.outputs))
+
+
+def poisson(count: int, rate: float, *, seed: int = 0) -> np.ndarray:
+    """Times in seconds of `count` arrivals, `rate` per second on average."""
+    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count))
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a model does per second if it does nothing else."""
+
+    prefill: float
+    """Prompt tokens per second."""
+    decode: float
+    """Output tokens per second."""
+
+    def allowed(self, lengths: Lengths) -> float:
+        """Output tokens per second of requests of these lengths, if prefills and decode steps alternate."""
+        per_output = lengths.prompts.mean() / lengths.outputs.mean()
+        return 1 / (per_output / self.prefill + 1 / self.decode)
+
+
+class Alone:
+    """A prefill of prompts of mean length, and a decode step of `max_requests` requests in the middle of their outputs.
+
+    Args:
+      model: the model.
+      lengths: those of the requests.
+      max_requests: requests that run at once.
+    """
+
+    def __init__(self, model: Model, lengths: Lengths, max_requests: int):
+        prompts, prompt = self._prefilled(lengths, max_requests)
+        cache = step.filled(model, self.num_blocks(model, lengths, max_requests))
+        self._decode = step.Steps(model, cache, requests=max_requests, tokens=lengths.running)
+        self._prefill = step.Steps(model, cache, requests=prompts, tokens=prompt, new_tokens=prompt)
+
+    @classmethod
+    def num_blocks(cls, model: Model, lengths: Lengths, max_requests: int) -> int:
+        """Blocks of the cache that both use."""
+        prompts, prompt = cls._prefilled(lengths, max_requests)
+        decoded = max_requests * step.blocks_for(model, lengths.running)
+        return max(decoded, prompts * step.blocks_for(model, prompt, prompt))
+
+    @staticmethod
+    def _prefilled(lengths: Lengths, max_requests: int) -> tuple[int, int]:
+        """The number of prompts of the prefill, and the tokens of each."""
+        prompt = max(round(lengths.prompts.mean()), 1)
+        return max(min(PREFILL_TOKENS // prompt, max_requests), 1), prompt
+
+    def compile(self) -> None:
+        """Compiles both, which may be done in a thread."""
+        with ThreadPoolExecutor() as threads:
+            list(threads.map(step.Steps.compile, (self._decode, self._prefill)))
+
+    def measure(self) -> Rates:
+        """Times consecutive steps of each."""
+        decode = self._decode.new_tokens / self._decode.seconds()
+        self._prefill.cache = self._decode.cache  # which the steps have donated
+        return Rates(prefill=self._prefill.new_tokens / self._prefill.seconds(), decode=decode)
+
+
+@dataclass(frozen=True)
+class Served:
+    """How requests were served.  Times are in seconds since the start."""
+
+    arrivals: np.ndarray
+    """[N]."""
+    tokens: list[list[float]]
+    """The time of each token of each request."""
+    saturated: tuple[float, float]
+    """From when as many requests had ended as may run at once, until none waited any more."""
+
+    def throughput(self, start: float, end: float) -> float:
+        """Output tokens per second between two times; 0 if the second is not later."""
+        if end <= start:
+            return 0.0
+        times = np.concatenate([np.asarray(times) for times in self.tokens])
+        return float(((start < times) & (times <= end)).sum() / (end - start))
+
+    @property
+    def first(self) -> np.ndarray:
+        """Seconds from each request's arrival to its first token."""
+        return np.asarray([times[0] for times in self.tokens]) - self.arrivals
+
+    @property
+    def between(self) -> np.ndarray:
+        """Seconds between consecutive tokens of a request, of all requests."""
+        return np.concatenate([np.diff(times) for times in self.tokens])
+
+
+def percentiles(seconds: np.ndarray) -> dict[str, float]:
+    """Percentiles in milliseconds."""
+    return {name: 1e3 * float(np.percentile(seconds, q)) if seconds.size else 0.0 for name, q in PERCENTILES.items()}
+
+
+def serve(engine: Engine, lengths: Lengths, arrivals: np.ndarray, *, seed: int = 0) -> Served:
+    """Submits a request at each of the arrival times, and steps the engine until all have ended.
+
+    Prompts are random, so that they share no prefixes, and no token ends a request early.
+    """
+    rng, vocabulary = np.random.default_rng(seed), engine.model.config.vocab_size
+    prompts = [rng.integers(0, vocabulary, count).tolist() for count in lengths.prompts]
+    numbers: dict[Request, int] = {}
+    tokens: list[list[float]] = [[] for _ in prompts]
+    first, last, start = math.inf, 0.0, time.perf_counter()
+    while len(numbers) < len(prompts) or engine.waiting or engine.running:
+        now = time.perf_counter() - start
+        while (number := len(numbers)) < len(prompts) and arrivals[number] <= now:
+            numbers[engine.submit(prompts[number], max_tokens=int(lengths.outputs[number]), stop=())] = number
+        if not engine.waiting and not engine.running:
+            time.sleep(max(arrivals[number] - now, 0))
+            continue
+        new = engine.step()
+        now = time.perf_counter() - start
+        for request, _ in new:
+            tokens[numbers[request]].append(now)
+        if engine.waiting:
+            last = now
+        if len(numbers) - len(engine.waiting) - len(engine.running) >= engine.max_requests:
+            first = min(first, now)
+    if any(request.finish_reason != "length" for request in numbers):
+        raise RuntimeError("the logits of a request are NaN, so that it ended early")
+    return Served(arrivals, tokens, (first, last))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Adds the options: the model, the engine's sizes, and the requests."""
+    random_models.add_arguments(parser)
+    count = integer(1, MOST_REQUESTS)
+    parser.add_argument("--max-requests", type=count, default=256, metavar="N", help="requests that run at once (256)")
+    parser.add_argument("--chunk", type=positive, default=64, help="prompt tokens per chunk (64)")
+    parser.add_argument("--max-chunks", type=positive, default=10, metavar="N", help="chunks per step (10)")
+    blocks = "blocks in the cache, usually of 64 tokens; by default enough for the requests that run at once"
+    parser.add_argument("--blocks", type=positive, metavar="N", help=blocks)
+    many = "requests per load; default four times those that run at once"
+    parser.add_argument("--requests", type=count, metavar="N", help=many)
+    parser.add_argument("--prompt", type=positive, default=512, metavar="N", help="mean tokens of a prompt (512)")
+    parser.add_argument("--output", type=positive, default=256, metavar="N", help="mean tokens of an answer (256)")
+    lengths = "file with a line for each request: its prompt and output tokens; instead of drawn lengths"
+    parser.add_argument("--lengths", type=Path, metavar="FILE", help=lengths)
+    loads = "loads after saturation, as fractions of it (0.5 0.8)"
+    parser.add_argument("--loads", type=_load, nargs="*", default=[0.5, 0.8], metavar="X", help=loads)
+    parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints the rates of the model, and one line per load."""
+    lengths, described = _lengths(args), random_models.described_model(args)
+    block_size = described.usual_block_size
+    tables = tables_of(described.layout(1), block_size)
+
+    def held(tokens: float) -> int:
+        """The most blocks of a request of so many tokens."""
+        return sum(table.most_held(math.ceil(tokens), args.chunk * args.max_chunks) for table in tables)
+
+    mean = float(np.mean(lengths.prompts + lengths.outputs))
+    num_blocks = args.blocks or args.max_requests * held(ROOM * mean + block_size)
+    num_blocks = max(num_blocks, held(lengths.longest))
+    needed = random_models.Needed(
+        num_blocks,
+        rows=args.max_requests + args.max_chunks,
+        tokens=args.max_requests + args.max_chunks * args.chunk,
+        other_blocks=Alone.num_blocks(described, lengths, args.max_requests),
+    )
+    model = random_models.random_model(args, described, needed)
+    print(_about(model, lengths))
+    alone = Alone(model, lengths, args.max_requests)
+    sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_chunks": args.max_chunks}
+    engine = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
+    notice("compiling")
+    with ThreadPoolExecutor() as threads:
+        list(threads.map(lambda compile: compile(), (engine.warm_up, alone.compile)))
+    rates = alone.measure()
+    allowed = rates.allowed(lengths)
+    print(f"alone: prefill {rates.prefill:,.0f} tokens/s, decode {rates.decode:,.0f} tokens/s")
+    print(f"these allow {allowed:,.0f} output tokens/s")
+    count = len(lengths.prompts)
+    about: dict[str, Any] = {
+        **random_models.described(args, model),
+        "engine": {"num_blocks": num_blocks, **sizes},
+        "requests": {
+            "count": count,
+            "prompt_tokens": float(lengths.prompts.mean()),
+            "output_tokens": float(lengths.outputs.mean()),
+        },
+        "alone": {"prefill": rates.prefill, "decode": rates.decode},
+        "allowed": allowed,
+    }
+    _record(args.json, about)
+    served = serve(engine, lengths, np.zeros(count))
+    saturation = served.throughput(*served.saturated)
+    if not saturation:
+        raise ValueError(
+            f"no tokens were timed while some of the {count} requests waited and {args.max_requests} had ended: choose "
+            "more --requests, longer outputs, or a smaller --max-requests"
+        )
+    about["saturation"] = {
+        "output_tokens_per_s": saturation,
+        "fraction": saturation / allowed,
+        "between_tokens_ms": percentiles(served.between),
+    }
+    _record(args.json, about)
+    print(f"saturation: {saturation:,.0f} output tokens/s, {saturation / allowed:.0%} of what is allowed")
+    print("load  requests/s  output tokens/s  first token, ms: median, p99  between tokens, ms: median, p99")
+    about["loads"] = []
+    for load in args.loads:
+        rate = load * saturation / float(lengths.outputs.mean())
+        found = serve(engine, lengths, poisson(count, rate))
+        about["loads"].append(_summary(load, rate, found))
+        _record(args.json, about)
+        print(_line(about["loads"][-1]))
+    return 0
+
+
+def _record(file: Path | None, about: dict[str, Any]) -> None:
+    """Writes what has been measured so far, because loads take minutes, and a run may be ended before the last."""
+    if file:
+        write_json(file, about)
+
+
+def _load(text: str) -> float:
+    try:
+        load = float(text)
+    except ValueError:
+        load = math.nan
+    if not LEAST_LOAD <= load <= MOST_LOAD:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_LOAD} to {MOST_LOAD}")
+    return load
+
+
+def _lengths(args: argparse.Namespace) -> Lengths:
+    count = args.requests or 4 * args.max_requests
+    if count <= args.max_requests:
+        raise ValueError(
+            f"--requests is {count}: expected more than --max-requests {args.max_requests}, so that some wait"
+        )
+    if args.lengths:
+        return Lengths.read(args.lengths, count)
+    return Lengths.drawn(count, args.prompt, args.output)
+
+
+def _about(model: Model, lengths: Lengths) -> str:
+    config = model.config
+    prompts, outputs = (f"{part.mean():.0f} (at most {part.max()})" for part in lengths)
+    return (
+        f"{config.architecture} of {counted(config.num_layers, 'layers')} on {jax.devices()[0].device_kind}, weights "
+        f"{size(nbytes(model.params))}\n{counted(len(lengths.prompts), 'requests')} per load, prompts of {prompts} and "
+        f"outputs of {outputs} tokens on average"
+    )
+
+
+def _summary(load: float, rate: float, served: Served) -> dict[str, Any]:
+    end = max(times[-1] for times in served.tokens)
+    return {
+        "load": load,
+        "requests_per_s": rate,
+        "output_tokens_per_s": served.throughput(*np.quantile(served.arrivals, [0.25, 1])),
+        "seconds": end,
+        "first_token_ms": percentiles(served.first),
+        "between_tokens_ms": percentiles(served.between),
+    }
+
+
+def _line(found: dict[str, Any]) -> str:
+    first, between = found["first_token_ms"], found["between_tokens_ms"]
+    return (
+        f"{found['load']:<4g}{found['requests_per_s']:>12.1f}{found['output_tokens_per_s']:>17,.0f}"
+        f"{first['median']:>23.1f}, {first['p99']:.1f}{between['median']:>26.2f}, {between['p99']:.2f}"
+    )

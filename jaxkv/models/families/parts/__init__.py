@@ -1,1 +1,0 @@
-"""Parts that families share.  Each file reads the keys of `config.json` for one part, and names the part's weights."""

@@ -1,0 +1,327 @@
+"""How random calls of attention are drawn: dense and sparse, plans, partial results, and the indexer's selection."""
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv.testing.case import PER_HEAD, Case, Index, Shapes
+from jaxkv.testing.indices import FAR, draw_lengths, draw_tables, past_the_limits, reveal
+from jaxkv.testing.layouts import draw_entry_beside, draw_layout, pick
+from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.formats.format import Format
+
+INVARIANT = "batch_invariant"
+NUMBERS = "bfloat16", "float16", "float32"
+"""The dtypes of entries that are not quantised: queries represent them exactly in the same dtype, and in float32."""
+F32 = jnp.dtype("float32")
+MOST_EXTRA_BYTES = 2**21
+"""The most bytes of the second cache of sparse attention: each call fills a new one."""
+
+
+class Queries(Case):
+    """Operations with queries against all cached tokens of each request.  Their queries come before the cache."""
+
+    def arguments(self, cache, values, draw, layer):
+        """Queries, the cache, then tables and lengths."""
+        (cache, *rest), keywords = super().arguments(cache, (), draw, layer)
+        return (*values, cache, *rest), keywords
+
+    def index(self, rng, live) -> Index:
+        """Block tables and lengths."""
+        return self.tables_and_lengths(rng, live, self.q_len), {}
+
+    def tables_and_lengths(self, rng, live, q_lens):
+        """Block tables and lengths; `q_lens` are the numbers of query tokens of the requests."""
+        lengths = draw_lengths(rng, self.requests, self.columns * self.layout.block_size, self.layout.block_size)
+        tables = draw_tables(rng, self.layout, self.columns, lengths)
+        window = dict(self.options).get("window")
+        first = 0 if window is None else lengths - (q_lens - 1) - window
+        reveal(live, self.layout, tables, first, lengths)
+        return tables, past_the_limits(rng, lengths, self.columns * self.layout.block_size)
+
+
+class DecodeMLA(Queries):
+    """Attention to latents."""
+
+    result = "attention"
+
+    @classmethod
+    def optional(cls) -> tuple[str, ...]:
+        """`cu_q_lens` (ragged query tokens) and `sinks`."""
+        return ("cu_q_lens", "sinks", PER_HEAD)
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """Options of attention, and a dtype of the queries that represents the entries exactly."""
+        options = {"scale": pick(rng, 0.03, 0.07, 0.11), "logit_cap": pick(rng, None, None, 2.0, 30.0)}
+        options |= {"window": pick(rng, None, None, None, 1, 64, 300)}
+        options |= {"causal": options["window"] is not None or pick(rng, True, True, False)}
+        own = str(layout.entry.dtype)
+        dtype = fields["dtype"]
+        if own in NUMBERS:
+            dtype = jnp.dtype(pick(rng, own, own, "float32"))
+        return {"options": {**options, "return_lse": True}, "dtype": dtype}
+
+    @property
+    def total(self) -> int:
+        """Query tokens of all requests."""
+        return self.requests * self.q_len
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the queries, one array for each part of an entry."""
+        tokens = (self.total,) if "cu_q_lens" in self.extras else (self.requests, self.q_len)
+        return [((*tokens, self.heads, n), self.dtype) for n in self.layout.entry.sizes]
+
+    def index(self, rng, live) -> Index:
+        """Block tables and lengths; running sums of the query tokens of each request, and sinks."""
+        q_lens, keywords = self.q_len, {}
+        if "cu_q_lens" in self.extras:
+            edges = np.sort(rng.integers(self.total + 1, size=self.requests))
+            keywords["cu_q_lens"] = np.r_[0, edges].astype(np.int32)
+            q_lens = np.diff(keywords["cu_q_lens"])
+        if "sinks" in self.extras:
+            keywords["sinks"] = rng.normal(size=self.heads).astype(np.float32)
+        return self.tables_and_lengths(rng, live, q_lens), keywords
+
+
+IN_E4M3 = "queries in e4m3"
+
+
+class DecodeKV(DecodeMLA):
+    """Grouped-query attention."""
+
+    @classmethod
+    def optional(cls):
+        """Also queries in e4m3."""
+        return (*super().optional(), IN_E4M3)
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """Query heads, a multiple of the cache's heads."""
+        return {**super().sizes(rng, layout, fields), "heads": layout.num_heads * pick(rng, 1, 2, 5, 8, 16)}
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the queries."""
+        ((shape, dtype), _) = super().value_shapes
+        return [(shape, jnp.dtype("float8_e4m3fn") if IN_E4M3 in self.extras else dtype)]
+
+
+class Plan(Case):
+    """A plan, which is checked by running attention with it."""
+
+    result = "attention"
+
+    @classmethod
+    def optional(cls):
+        """`batch_invariant`, and what the attention has."""
+        return (INVARIANT, *DecodeMLA.optional())
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The fields of the attention."""
+        return (DecodeMLA if layout.entry.one_head else DecodeKV).sizes(rng, layout, fields)
+
+    @property
+    def attention(self) -> DecodeMLA:
+        """The attention that the plan is for."""
+        kind, operation = (DecodeMLA, "decode_mla") if self.layout.entry.one_head else (DecodeKV, "decode_kv")
+        fields: dict[str, Any] = {**vars(self), "operation": operation}
+        return kind(**fields)
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the attention's queries."""
+        return self.attention.value_shapes
+
+    def index(self, rng, live) -> Index:
+        """Block tables and lengths."""
+        return self.attention.index(rng, live)
+
+    def arguments(self, cache, values, draw, layer):
+        """The arguments of `plan_decode`."""
+        keywords = {name: dict(self.options)[name] for name in ("window", "causal")}
+        keywords |= {"num_heads": self.heads, "dtype": self.dtype, INVARIANT: INVARIANT in self.extras}
+        if "cu_q_lens" in self.extras:
+            tokens = {"cu_q_lens": draw.keywords["cu_q_lens"], "total": self.attention.total}
+        else:
+            tokens = {"q_len": self.q_len}
+        return (cache, *draw.index), {**keywords, **tokens}
+
+    def run(self, cache, values, draw, layer, implementation):
+        """Attention with the plan."""
+        plan = super().run(cache, values, draw, layer, implementation)
+        args, keywords = self.attention.arguments(cache, values, draw, layer)
+        return self.attention.function(*args, **keywords, plan=plan, implementation=implementation)
+
+    def expected(self, cache, values, draw, layer):
+        """Attention without a plan."""
+        return self.attention.expected(cache, values, draw, layer)
+
+
+class Sparse(DecodeMLA):
+    """Attention to selected slots."""
+
+    @classmethod
+    def optional(cls):
+        """`counts` (how many slots are used), `sinks`, `extra` (slots of another cache), and `batch_invariant`."""
+        return ("counts", "sinks", "extra", INVARIANT)
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The options of dense attention that sparse attention has, and the layout of the other cache."""
+        found = super().sizes(rng, layout, fields)
+        options = {name: value for name, value in found["options"].items() if name not in ("window", "causal")}
+        if "extra" in fields["extras"]:
+            options["extra"] = draw_layout(rng, draw_entry_beside(rng, layout.entry), MOST_EXTRA_BYTES)
+            own = str(options["extra"].entry.dtype)
+            if own in NUMBERS and own != str(found["dtype"]):
+                found["dtype"] = F32
+        return {**found, "options": options}
+
+    @property
+    def _extra(self) -> jaxkv.CacheLayout | None:
+        """The layout of the other cache."""
+        return dict(self.options).get("extra")
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the queries, and of the parts of all entries of the other cache."""
+        entries = [] if self._extra is None else [((self._extra.num_slots, n), F32) for n in self.layout.entry.sizes]
+        return super().value_shapes + entries
+
+    def index(self, rng, live) -> Index:
+        """Slots, some of them masked, of one or two caches; what the other cache holds, and where."""
+        live |= rng.random(live.size) < rng.random()
+        keywords: dict[str, np.ndarray] = {}
+        slots, counts = self._slots(rng, live, self.count)
+        if "counts" in self.extras:
+            keywords["counts"] = counts
+        if self._extra is not None:
+            known = rng.random(self._extra.num_slots) < rng.random()
+            keywords["extra_live"] = np.where(known, np.arange(known.size), -1).astype(np.int32)
+            keywords["extra_layer"] = np.asarray(rng.integers(self._extra.num_layers), np.int32)
+            keywords["extra_slots"], keywords["extra_counts"] = self._slots(rng, known, self.count // 2 + 1)
+        if "sinks" in self.extras:
+            keywords["sinks"] = rng.normal(size=self.heads).astype(np.float32)
+        return (slots,), keywords
+
+    def _slots(self, rng, live, size: int) -> tuple[np.ndarray, np.ndarray]:
+        """`size` slots per query token, and how many of them are used, if the case has counts."""
+        shape, known = (self.requests, self.q_len, size), np.flatnonzero(live)
+        slots = rng.choice(known, shape) if known.size else np.full(shape, -1)
+        masked = rng.random(shape) < pick(rng, 0, 0.1, 1)
+        slots = np.where(masked, rng.choice([*FAR, live.size], shape), slots)
+        counts = rng.integers(size + 1, size=shape[:2]) if "counts" in self.extras else np.full(shape[:2], size)
+        unread = np.arange(size) >= counts[..., None]
+        slots = np.where(unread, rng.integers(live.size, size=shape), slots)
+        return slots.astype(np.int32), counts.astype(np.int32)
+
+    def arguments(self, cache, values, draw, layer):
+        """Queries, the cache and its slots; the other cache and its slots."""
+        queries, entries = values[:2], values[2:]
+        more = {name: array for name, array in draw.keywords.items() if name.startswith("extra_")}
+        keywords = {name: array for name, array in draw.keywords.items() if name not in more}
+        args, found = super().arguments(cache, queries, draw._replace(keywords=keywords), layer)
+        if self._extra is not None:
+            scale = np.float32(0.03) if self._extra.entry.codec.scaled else None
+            arrays = *entries, more["extra_live"], more["extra_layer"]
+            fill = partial(_filled, layout=self._extra, scale=scale)
+            abstract = isinstance(entries[0], jax.ShapeDtypeStruct)
+            other = jax.eval_shape(fill, *arrays) if abstract else fill(*arrays)
+            counts = more["extra_counts"] if "counts" in self.extras else None
+            found["extra"] = jaxkv.ExtraCache(other, more["extra_slots"], more["extra_layer"], counts, scale)
+        return args, {**found, INVARIANT: INVARIANT in self.extras}
+
+    def expected(self, cache, values, draw, layer):
+        """The same call by `xla`, which is not batch-invariant."""
+        case = replace(self, extras=tuple(name for name in self.extras if name != INVARIANT))
+        return case.run(cache, values, draw, layer, "xla")
+
+
+def _filled(kv_c, k_pe, slots, layer, *, layout, scale):
+    """A cache with entries at `slots` of a layer, and NaN everywhere else."""
+    bits = jnp.dtype(f"uint{8 * layout.itemsize}")
+    nan = jax.lax.bitcast_convert_type(jnp.full(layout.size, np.iinfo(bits).max, bits), layout.dtype)
+    cache = jaxkv.KVCache(nan, layout)
+    return jaxkv.write_mla(cache, kv_c, k_pe, slots, layer=layer, kv_scale=scale, implementation="xla")
+
+
+class Logits(Queries):
+    """Scores of the indexer."""
+
+    result = "logits"
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The heads of an indexer, and a dtype of queries that represents the keys exactly."""
+        dtype = jnp.dtype(pick(rng, *_exact_queries(layout.entry)))
+        return {"heads": pick(rng, 4, 16, 64), "dtype": dtype, "options": {"max_len": fields["count"]}}
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the queries and their weights."""
+        queries = self.requests, self.q_len, self.heads
+        return [((*queries, self.layout.entry.sizes[0]), self.dtype), (queries, jnp.dtype("float32"))]
+
+
+def _exact_queries(entry: Entry) -> tuple[str, ...]:
+    """The dtypes of indexer queries that represent keys of `entry` exactly, so that scores have no rounding error."""
+    own = str(entry.dtype)
+    if own in NUMBERS:
+        return (own, own, "float32", *(["float8_e4m3fn"] if own == "bfloat16" else []))
+    factored = type(entry.codec).decode_factored is not Format.decode_factored
+    return ("bfloat16", "float32", "float8_e4m3fn") if factored else ("float32",)
+
+
+class TopK(Case):
+    """Selects the largest logits, many of which are equal."""
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """k, the number of positions to select."""
+        return {"options": {"k": pick(rng, 1, 7, 64, 512)}}
+
+    def index(self, rng, live) -> Index:
+        """Logits, and -inf past the end of each row."""
+        shape = self.requests, self.q_len, self.columns * self.layout.block_size
+        logits = np.round(rng.standard_normal(shape, np.float32), int(rng.integers(1, 7)))
+        return (), {"logits": np.where(np.arange(shape[-1]) < rng.integers(shape[-1] + 1), logits, -np.inf)}
+
+    def arguments(self, cache, values, draw, layer):
+        """Logits and k."""
+        return (), {**dict(self.options), **draw.keywords}
+
+
+class Merge(Case):
+    """Merges partial results, some of them empty."""
+
+    result = "attention"
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The number of partial results, and heads."""
+        return {"count": pick(rng, 1, 2, 3, 9), "heads": pick(rng, 1, 3, 16)}
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the partial results."""
+        shape = self.count, self.requests, self.q_len, self.heads, self.layout.entry.sizes[0]
+        return [(shape, self.dtype)]
+
+    def index(self, rng, live) -> Index:
+        """The log-sum-exps of the partial results."""
+        shape = self.count, self.requests, self.q_len, self.heads
+        lses = rng.standard_normal(shape, np.float32)
+        empty = rng.random(shape) < pick(rng, 0, 0.1, 0.5)
+        return (), {"lses": np.where(empty, rng.choice([-np.inf, np.inf, np.nan], shape), lses).astype(np.float32)}
+
+    def arguments(self, cache, values, draw, layer):
+        """Results and log-sum-exps."""
+        return tuple(values), dict(draw.keywords)

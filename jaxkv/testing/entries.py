@@ -1,0 +1,154 @@
+"""How random writes and reads of entries and states are drawn, and those of whole blocks."""
+
+import numpy as np
+
+from jaxkv.testing.case import PER_HEAD, Case, Index, Shapes
+from jaxkv.testing.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
+from jaxkv.testing.layouts import pick
+
+
+class Write(Case):
+    """Stores entries at distinct slots."""
+
+    effect = "writes"
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the parts of the new entries."""
+        return [(shape, self.dtype) for shape in self.entry_shapes(self.count)]
+
+    def index(self, rng, live) -> Index:
+        """The slots to write."""
+        return (draw_distinct(rng, live.size, self.count),), {}
+
+
+ROTATED = "cos_sin"
+
+
+class WriteMLA(Write):
+    """Stores latents, some of them with rotary keys that the write rotates."""
+
+    @classmethod
+    def optional(cls):
+        """`cos_sin`, by which rotary keys are rotated."""
+        return (ROTATED, PER_HEAD)
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The option `interleaved`, of writes that rotate keys; only pairs of values can be rotated."""
+        rope, interleaved = layout.entry.sizes[1], bool(rng.integers(2))
+        if not rope or rope % 2:
+            return {"extras": tuple(name for name in fields["extras"] if name != ROTATED)}
+        return {"options": {"interleaved": interleaved} if ROTATED in fields["extras"] else {}}
+
+    def index(self, rng, live) -> Index:
+        """The slots to write; cosines and sines with which all products are exact, on every device."""
+        index, keywords = super().index(rng, live)
+        if ROTATED in self.extras:
+            shape = self.count, self.layout.entry.sizes[1]
+            keywords[ROTATED] = rng.choice([0, 1, -1, 0.5, -0.25], shape).astype(np.float32)
+        return index, keywords
+
+
+class WriteState(Write):
+    """Stores states at distinct slots."""
+
+    def arguments(self, cache, values, draw, layer):
+        """The cache, the states by name, and slots."""
+        states = dict(zip(self.layout.entry.named_sizes, values, strict=True))
+        return (cache, states, *draw.index), {"layer": layer}
+
+
+class ReadState(Case):
+    """Reads states, some of them twice, and of slots outside the cache."""
+
+    def index(self, rng, live) -> Index:
+        """The slots to read."""
+        outside = rng.random(self.count) < pick(rng, 0, 0.1, 1)
+        slots = np.where(outside, rng.choice([*FAR, live.size], self.count), rng.integers(live.size, size=self.count))
+        live[slots[~outside]] = True
+        return (slots,), {}
+
+
+class Gather(Case):
+    """Reads runs of tokens."""
+
+    @classmethod
+    def optional(cls):
+        """`seq_starts`: the position at which each run starts."""
+        return ("seq_starts", PER_HEAD)
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The options `total` (rows of the result) and `dtype` (of the result)."""
+        return {"options": {"total": fields["count"], "dtype": fields["dtype"]}}
+
+    def index(self, rng, live) -> Index:
+        """Block tables and the running sum of lengths."""
+        ends = draw_lengths(rng, self.requests, self.columns * self.layout.block_size, self.layout.block_size)
+        given = "seq_starts" in self.extras
+        starts = rng.integers(ends + 1) if given else np.zeros_like(ends)
+        tables = draw_tables(rng, self.layout, self.columns, ends)
+        reveal(live, self.layout, tables, starts, ends)
+        keywords = {"seq_starts": starts.astype(np.int32)} if given else {}
+        return (tables, np.cumsum([0, *(ends - starts)])), keywords
+
+
+class GatherEntries(Gather):
+    """Reads the bytes of entries."""
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The option `total`."""
+        return {"options": {"total": fields["count"]}}
+
+    def arguments(self, cache, values, draw, layer):
+        """Those of a gather, without scales."""
+        return super().arguments(cache, values, draw._replace(scales={}), layer)
+
+
+class Blocks(Case):
+    """Whole blocks, in all layers."""
+
+    effect = "moves blocks"
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The number of blocks."""
+        return {"count": pick(rng, 1, 3, 9, layout.num_blocks)}
+
+    def arguments(self, cache, values, draw, layer):
+        """Cache, block ids and payloads."""
+        return (cache, *draw.index, *values), {}
+
+
+class ReadBlocks(Blocks):
+    """Reads blocks, some of which occur twice."""
+
+    def index(self, rng, live) -> Index:
+        """Blocks to read."""
+        blocks = self.layout.num_blocks
+        src = rng.integers(blocks, size=self.count)
+        return (np.where(rng.random(self.count) < 0.1, rng.choice([*FAR, blocks], self.count), src),), {}
+
+
+class CopyBlocks(ReadBlocks):
+    """Copies blocks; some of them are also overwritten."""
+
+    def index(self, rng, live) -> Index:
+        """Blocks to read, and distinct ones to overwrite."""
+        (src,), keywords = super().index(rng, live)
+        return (src, draw_distinct(rng, self.layout.num_blocks, self.count)), keywords
+
+
+class WriteBlocks(Blocks):
+    """Writes payloads."""
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shape and dtype of the payloads."""
+        return [((self.count, self.layout.block_nbytes // self.layout.itemsize), self.layout.dtype)]
+
+    def index(self, rng, live) -> Index:
+        """Distinct blocks."""
+        return (draw_distinct(rng, self.layout.num_blocks, self.count),), {}

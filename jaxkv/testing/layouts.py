@@ -1,0 +1,212 @@
+"""Random entries and layouts: those of serving engines, and strides of any kind."""
+
+from collections.abc import Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+
+import jaxkv
+from jaxkv_kernels.formats.entries import Entry
+
+Sizes = dict[str, Any]
+"""`num_layers`, `num_blocks`, `block_size`, `num_heads` and `entry` of a layout."""
+
+MOST_BYTES = 2**25
+"""Largest cache, in bytes.  Every call fills the cache again, so calls on small caches are fast."""
+
+
+def pick(rng: np.random.Generator, *choices) -> Any:
+    """One of `choices`, which may have any types."""
+    return choices[rng.integers(len(choices))]
+
+
+SIZES: dict[type[Entry], tuple[tuple[int, ...], ...]] = {
+    jaxkv.IndexerEntry: ((128,), (128,), (32,)),
+    jaxkv.KVEntry: ((128, 128), (64, 64), (128, 128), (192, 128), (256, 256), (512, 512), (10, 4), (32, 16), (12, 4)),
+    jaxkv.MLAEntry: (
+        *((512, 64), (512, 64), (512, 64), (448, 64), (256, 64)),
+        *((512, 0), (256, 32), (128, 8), (128, 32), (64, 64), (64, 0)),
+    ),
+}
+"""Those of real models, and small ones.  Each format can store the first of them."""
+
+SMALL: dict[type[Entry], tuple[tuple[int, ...], ...]] = {
+    jaxkv.IndexerEntry: ((8,), (32,), (128,)),
+    jaxkv.KVEntry: tuple(product((4, 10, 12, 16, 32), (2, 4, 16, 48))),
+    jaxkv.MLAEntry: tuple(product((8, 20, 64, 128, 256), (2, 8, 16, 32, 64))),
+}
+"""Small sizes, some of which each format can store."""
+
+AXES = {"layer": "num_layers", "block": "num_blocks", "token": "block_size", "head": "num_heads"}
+"""The size of each axis that has a stride."""
+
+STATES = (
+    jaxkv.StateEntry({"conv": ((4, 64), "float32"), "ssm": ((4, 16, 16), "float32")}),
+    jaxkv.StateEntry({"conv": ((3, 20), "bfloat16"), "ssm": ((2, 8, 5), "float32"), "count": ((), "float16")}),
+    jaxkv.StateEntry({"sums": ((7,), "float16")}),
+)
+
+
+def draw_entry(rng: np.random.Generator, kinds: Sequence[type[Entry]], sizes=SIZES) -> Entry:
+    """An entry of one of `kinds`, in any of its formats, with one of `sizes` that the format can store."""
+    kind = pick(rng, *kinds)
+    if kind is jaxkv.StateEntry:
+        return pick(rng, *STATES)
+    form = pick(rng, *kind.formats)
+    return pick(rng, *(entry for each in sizes[kind] if (entry := _entry(kind, form, each))))
+
+
+def draw_state(rng: np.random.Generator) -> jaxkv.StateEntry:
+    """States of one to three small arrays of any rank."""
+    arrays = {}
+    for number in range(rng.integers(1, 4)):
+        shape = tuple(rng.integers(1, 6, rng.integers(4)).tolist())
+        arrays[f"a{number}"] = shape, pick(rng, "float32", "bfloat16", "float16")
+    return jaxkv.StateEntry(arrays)
+
+
+def draw_entry_beside(rng: np.random.Generator, first: jaxkv.MLAEntry) -> jaxkv.MLAEntry:
+    """An entry that sparse attention can read beside `first`: of the same sizes, with values of the same size."""
+    others = (_entry(jaxkv.MLAEntry, form, first.sizes) for form in jaxkv.MLAEntry.formats)
+    return pick(rng, first, *(x for x in others if isinstance(x, jaxkv.MLAEntry) and x.value_dim == first.value_dim))
+
+
+def _entry(kind: type[Entry], form: str, sizes: tuple[int, ...]) -> Entry | None:
+    """An entry of these sizes; None if the format cannot store them."""
+    try:
+        return kind(form, *sizes)
+    except ValueError:
+        return None
+
+
+def draw_layout(rng: np.random.Generator, entry: Entry, most: int | None = None) -> jaxkv.CacheLayout:
+    """A layout for `entry` of at most `most` bytes, by default `MOST_BYTES`."""
+    heads = 1 if entry.one_head else pick(rng, 1, 2, 4, 8)
+    layout = _layout(rng, entry, heads)
+    while layout.nbytes > (most or MOST_BYTES):
+        layout = _layout(rng, entry, heads)
+    return layout
+
+
+def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLayout:
+    """A layout in any of the six orders, padded or not, a group of a `PackedLayout`, or explicit strides.
+
+    The latter have gaps, or keys and values in planes of their own.
+    """
+    sizes: Sizes = {
+        "num_layers": pick(rng, 1, 2, 3, 4),
+        "num_blocks": pick(rng, 2, 5, 12, 24, 64),
+        "block_size": pick(rng, 1, 3, 16, 32, 61, 64, 64, 64, 128),
+        "num_heads": heads,
+        "entry": entry,
+    }
+    kind = pick(rng, "order", "order", "packed", "gaps", "planes")
+    if kind == "packed":
+        return draw_group(rng, sizes)
+    dtype = pick(rng, None, None, "uint8")
+    itemsize = entry.dtype.itemsize if dtype is None else 1
+    if kind == "order" or entry.split:  # the tokens of a split page must be adjacent
+        padding = pick(rng, 0, 0, 16, 48) // itemsize
+        if rng.random() < 0.2:
+            padding = 3 * entry.nbytes // itemsize
+        return jaxkv.CacheLayout(**sizes, order=pick(rng, *jaxkv.ORDERS), block_padding=padding, dtype=dtype)
+    if kind == "planes" and _keys_may_lie_apart(entry):
+        return _planes(rng, sizes, dtype, itemsize)
+    unit = 16 // itemsize
+    token = heads * entry.nbytes // itemsize + unit * int(rng.integers(3))
+    layer = token * (sizes["block_size"] + int(rng.integers(2)))
+    offset = unit * int(rng.integers(3))
+    block = layer * sizes["num_layers"] + pick(rng, 0, offset, token)
+    strides = {"layer": layer, "block": block, "head": entry.nbytes // itemsize, "token": token}
+    size = offset + block * sizes["num_blocks"]
+    return jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset, size=size, dtype=dtype)
+
+
+def _keys_may_lie_apart(entry: Entry) -> bool:
+    """Whether an entry is a key and a value of equal size, and nothing else."""
+    return isinstance(entry, jaxkv.KVEntry) and [part.nbytes for part in entry.fields()] == [entry.nbytes // 2] * 2
+
+
+def _planes(rng: np.random.Generator, sizes: Sizes, dtype, itemsize: int) -> jaxkv.CacheLayout:
+    """Keys and values of a layer, or of a block, as an array each: [2, blocks, ...] or [blocks, 2, ...]."""
+    row = sizes["entry"].nbytes // itemsize // 2
+    heads, tokens, blocks = (sizes[name] for name in ("num_heads", "block_size", "num_blocks"))
+    page = row * heads * tokens
+    in_block = bool(rng.integers(2))
+    strides = {"token": row * heads, "head": row} if rng.integers(2) else {"token": row, "head": row * tokens}
+    strides |= {"block": 2 * page, "part": page} if in_block else {"block": page, "part": page * blocks}
+    strides["layer"] = 2 * page * blocks
+    return jaxkv.CacheLayout.from_strides(
+        **sizes, strides=strides, offset=0, size=strides["layer"] * sizes["num_layers"], dtype=dtype
+    )
+
+
+def draw_group(rng: np.random.Generator, sizes: Sizes) -> jaxkv.CacheLayout:
+    """A group of a `PackedLayout`: before, between or behind others, or alone."""
+    rate = pick(rng, 1, 1, 2, 4)
+    own = jaxkv.Group(sizes["num_layers"], sizes["entry"], sizes["num_heads"], rate=rate)
+    table = pick(rng, "", "", "keys")  # of keys that share the blocks, or have their own
+    others = {
+        "keys": jaxkv.Group(2, jaxkv.IndexerEntry(), table=table),
+        "more": jaxkv.Group(1, jaxkv.MLAEntry("bf16", 24, 8)),
+    }
+    names = rng.permutation(["own", *others])[: rng.integers(1, 4)].tolist()
+    groups = {name: others.get(name, own) for name in dict.fromkeys([*names, "own"])}
+    tables = {group.table: sizes["block_size"] * rate for group in groups.values()}
+    if "keys" in tables:
+        tables["keys"] = pick(rng, 1, 16, 64, 128)
+    blocks = {"num_blocks": sizes["num_blocks"], "block_size": tables}
+    order = pick(rng, "BLNHC", "BLHNC", "BHLNC")
+    return jaxkv.PackedLayout(groups=groups, order=order, dtype=pick(rng, None, "uint8"), **blocks)["own"]
+
+
+def draw_strides(rng: np.random.Generator, entry: Entry, sizes: Sizes | None = None) -> jaxkv.CacheLayout:
+    """A small layout of explicit strides, any that do not overlap; `sizes` are random by default."""
+    sizes = sizes or {
+        "num_layers": int(rng.integers(1, 5)),
+        "num_blocks": int(rng.integers(2, 7)),
+        "block_size": pick(rng, 1, 3, 16, 61, 64),
+        "num_heads": 1 if entry.one_head else int(rng.integers(1, 4)),
+        "entry": entry,
+    }
+    dtype = pick(rng, None, "uint8")
+    itemsize = entry.dtype.itemsize if dtype is None else 1
+    strides = pick(rng, _nested, _interleaved)
+    return strides(rng, sizes, dtype, entry.nbytes // itemsize, max(entry.alignment // itemsize, 1))
+
+
+def _nested(rng: np.random.Generator, sizes: Sizes, dtype, width: int, unit: int) -> jaxkv.CacheLayout:
+    """The axes in any order, with gaps, behind an offset, nonsense where an axis has length 1."""
+    counts, one_run = {axis: sizes[name] for axis, name in AXES.items()}, sizes["entry"].split
+    axes = rng.permutation(list(AXES)).tolist()
+    if one_run:  # a page of a split entry
+        axes = ["token", *(axis for axis in axes if axis != "token")]
+    extent, strides = width, {}
+    for axis in axes:
+        if counts[axis] == 1:
+            strides[axis] = pick(rng, 0, -5, 1, 10**9)
+            continue
+        gap = 0 if axis == "token" and one_run else pick(rng, 0, 0, 1, 5)
+        strides[axis] = extent + gap * unit
+        extent += (counts[axis] - 1) * strides[axis]
+        extent = -(-extent // unit) * unit
+    offset = unit * int(rng.integers(10))
+    size = offset + extent + int(rng.integers(4))
+    return jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset, size=size, dtype=dtype)
+
+
+def _interleaved(rng: np.random.Generator, sizes: Sizes, dtype, width: int, unit: int) -> jaxkv.CacheLayout:
+    """Of two axes that are not one of tokens, the steps lie between each other's; the rest nests."""
+    counts = {axis: sizes[name] for axis, name in AXES.items()}
+    extent = counts["token"] * (-(-width // unit) * unit)
+    inner, outer, *rest = rng.permutation(["layer", "block", "head"]).tolist()
+    # Step (i, j) is at extent * (i * n + j * (n + 1)) = extent * ((i + j) * n + j), and j is less than n.
+    n = max(counts[outer], 2)
+    strides = {"token": extent // counts["token"], inner: n * extent, outer: (n + 1) * extent}
+    extent += (counts[inner] - 1) * strides[inner] + (counts[outer] - 1) * strides[outer]
+    for axis in rest:
+        strides[axis] = extent
+        extent *= counts[axis]
+    offset = unit * int(rng.integers(10))
+    return jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset, size=offset + extent, dtype=dtype)

@@ -1,0 +1,466 @@
+"""Where the entries of a paged cache lie in its flat buffer, and reading and writing them there in JAX.
+
+- `Pages`: counts and strides, which are all that kernels know of a layout.
+- Slots: index arithmetic on block tables.
+- `row_view`, `entry_view`: the buffer as rows of fewer than 2**31 elements.  JAX indexes with int32 by default, and
+  large caches have more elements.  Therefore the buffer is reshaped to rows, which is free, and an entry is addressed
+  by its row and its first column.
+- `read_entries`, `write_entries`: windows (runs of elements) in these rows, at index arrays; `read_slots` and
+  `write_slots`, at slots; `load_entries` and `store_entries`, encoded entries of any format at slots.
+- `runs_of`: a whole block, in all layers, as the fewest runs of contiguous memory.
+"""
+
+from dataclasses import dataclass, replace
+from functools import cache
+from math import gcd, isqrt, prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.formats.format import Field
+
+
+@dataclass(frozen=True)
+class Pages:
+    """Counts and strides of a cache, all of them Python ints; strides are in elements of the buffer.
+
+    Entry (layer, block, head, token) consists of `num_parts` runs of `width` elements.  The first one begins at element
+    offset + layer * layer_stride + block * block_stride + head * head_stride + token * token_stride, and the second one
+    (the value of a key, where they lie apart) `part_stride` elements after it.
+    """
+
+    num_layers: int
+    num_blocks: int
+    num_heads: int
+    block_size: int
+    layer_stride: int
+    block_stride: int
+    head_stride: int
+    token_stride: int
+    offset: int
+    width: int
+    size: int
+    """Elements of the whole buffer."""
+    num_parts: int = 1
+    part_stride: int = 0
+
+    def divided(self, num_parts: int) -> "Pages":
+        """The same addresses, with entries of at least `num_parts` parts: adjacent ones, if there was one."""
+        if num_parts <= self.num_parts:
+            return self
+        width = self.width // num_parts
+        return replace(self, width=width, num_parts=num_parts, part_stride=width)
+
+    def resized(self, old: int, new: int) -> "Pages":
+        """The same addresses, counted in elements of `new` bytes instead of `old`, which must divide them."""
+        steps = (
+            "layer_stride",
+            "block_stride",
+            "head_stride",
+            "token_stride",
+            "part_stride",
+            "offset",
+            "width",
+            "size",
+        )
+        return replace(self, **{name: getattr(self, name) * old // new for name in steps})
+
+    @property
+    def whole_blocks(self) -> "Pages":
+        """Whole blocks as single entries; only if `blocks_are_runs`."""
+        one = dict.fromkeys(("num_layers", "num_heads", "block_size", "num_parts"), 1)
+        return replace(self, **one, offset=0, width=self.block_stride)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of one layer: blocks times tokens per block."""
+        return self.num_blocks * self.block_size
+
+    @property
+    def inner_axes(self) -> tuple[tuple[str, int, int], ...]:
+        """(axis, count, stride) of the axes within a block, outermost in memory first."""
+        axes = (
+            ("layer", self.num_layers, self.layer_stride),
+            ("token", self.block_size, self.token_stride),
+            ("head", self.num_heads, self.head_stride),
+            *([("part", self.num_parts, self.part_stride)] if self.num_parts > 1 else []),
+        )
+        return tuple(sorted(axes, key=lambda axis: -axis[2]))
+
+    @property
+    def blocks_are_runs(self) -> bool:
+        """Whether the buffer is divided into blocks: block b is the run [b * block_stride, (b + 1) * block_stride).
+
+        Padding and the other groups of a packed block are part of the run.
+        """
+        end = self.offset + sum((count - 1) * stride for _, count, stride in self.inner_axes) + self.width
+        return end <= self.block_stride and self.block_stride * self.num_blocks == self.size
+
+    @property
+    def block_elements(self) -> int:
+        """Elements of an exported block: its run, or only its entries if blocks are not runs."""
+        if self.blocks_are_runs:
+            return self.block_stride
+        return self.num_layers * self.num_heads * self.block_size * self.num_parts * self.width
+
+    @property
+    def row_axes(self) -> tuple[tuple[str, int, int], ...]:
+        """`inner_axes`, but with their strides in an exported block."""
+        if self.blocks_are_runs:
+            return self.inner_axes
+        axes, extent = [], self.width
+        for axis, count, _ in reversed(self.inner_axes):
+            axes.append((axis, count, extent))
+            extent *= count
+        return tuple(reversed(axes))
+
+    @property
+    def row_offset(self) -> int:
+        """The element of an exported block at which its first entry begins."""
+        return self.offset if self.blocks_are_runs else 0
+
+
+MAX_SLOTS = 2**31 - 1
+"""The number of slots that int32 can address."""
+
+
+def table_tokens(block_tables: jax.Array, block_size: int) -> int:
+    """The capacity of block tables [B, M] in tokens per request."""
+    return min(block_tables.shape[1] * block_size, MAX_SLOTS)
+
+
+def lengths_in_table(seq_lens: jax.Array, block_tables: jax.Array, block_size: int) -> jax.Array:
+    """`seq_lens` [B] clamped to the range from 0 to the capacity of the tables, as in every operation."""
+    return jnp.clip(seq_lens, 0, table_tokens(block_tables, block_size))
+
+
+def slots_for(block_tables: jax.Array, positions: jax.Array, *, block_size: int) -> jax.Array:
+    """Slots of `positions` [B, ...], looked up in the tables [B, M]; -1 for positions without a slot."""
+    batch = jnp.arange(block_tables.shape[0], dtype=jnp.int32)
+    request = jnp.broadcast_to(batch.reshape(-1, *[1] * (positions.ndim - 1)), positions.shape)
+    return _lookup(block_tables, request, positions, block_size)
+
+
+def ragged_slots(
+    block_tables: jax.Array,
+    cu_seq_lens: jax.Array,
+    *,
+    total: int,
+    block_size: int,
+    seq_starts: jax.Array | None = None,
+) -> jax.Array:
+    """Slots [total] of runs of tokens, one run per request, concatenated; -1 where there is no slot.
+
+    `cu_seq_lens` [B + 1] must not fall.
+    """
+    row = jnp.arange(total, dtype=jnp.int32)
+    request = jnp.searchsorted(cu_seq_lens[1:], row, side="right").astype(jnp.int32)
+    live = request < block_tables.shape[0]
+    request = jnp.where(live, request, 0)
+    position = row - cu_seq_lens[request]
+    if seq_starts is not None:
+        position = position + seq_starts[request]
+    return _lookup(block_tables, request, jnp.where(live, position, -1), block_size)
+
+
+def _lookup(block_tables, request, positions, block_size):
+    block = block_tables[request, jnp.clip(positions // block_size, 0, block_tables.shape[1] - 1)]
+    inside = (positions >= 0) & (positions < table_tokens(block_tables, block_size))
+    # An invalid entry must not wrap around into a valid slot.
+    inside &= (block >= 0) & (block < MAX_SLOTS // block_size)
+    return jnp.where(inside, block * block_size + positions % block_size, -1)
+
+
+ROW_LIMIT = 2**31
+
+MOST_COLUMNS, LARGEST_TRIED = 2**30, 2**20
+"""For `PieceView`: rows are shorter than MOST_COLUMNS; divisors of the size are searched up to LARGEST_TRIED."""
+
+AXES = ("layer", "block", "head", "token", "part")
+
+
+@dataclass(frozen=True)
+class RowView:
+    """The buffer reshaped to `shape`, and how the index in it depends on each axis of the cache."""
+
+    shape: tuple[int, ...]
+    origin: tuple[int, ...]
+    """The start of entry (0, 0, 0, 0, 0): one index per leading axis, then the column."""
+    steps: dict[str, tuple[int, ...]]
+    """What one step along an axis adds to the index."""
+    window: int
+    """Elements moved at once: one entry."""
+
+    def index(self, **indices) -> tuple[Any, ...]:
+        """The start of the entry at `layer`, `block`, `head` and `token` (and of which `part`, where these lie apart).
+
+        The result is one index per leading axis, then the column.
+
+        Indices are int32 integers or arrays.
+        """
+        place = list(self.origin)
+        for axis, i in indices.items():
+            for dimension, step in enumerate(self.steps.get(axis, ())):
+                if step:
+                    place[dimension] = place[dimension] + i * step
+        return tuple(place)
+
+
+def row_view(pages: Pages) -> RowView:
+    """The coarsest view whose rows have fewer than 2**31 elements; ValueError if the strides allow none."""
+    axes = _axes(pages)
+    row, column = pages.size, pages.offset
+    shape, origin, split = [], [], []
+    while axes and (not shape or row >= ROW_LIMIT):
+        stride, _, axis = axes[0]
+        inside = column % stride + sum(s * (n - 1) for s, n, _ in axes[1:]) + pages.width
+        if row % stride or inside > stride or row // stride >= ROW_LIMIT:
+            break
+        axes.pop(0)
+        shape.append(row // stride)
+        origin.append(column // stride)
+        split.append(axis)
+        row, column = stride, column % stride
+    if row >= ROW_LIMIT:
+        strides = dict(zip(AXES, _strides(pages), strict=True))
+        raise ValueError(
+            f"a buffer of {pages.size} elements with strides {strides} and offset {pages.offset} cannot be viewed as "
+            f"rows of fewer than 2**31 elements: outer strides must divide the size"
+        )
+    steps: dict[str, tuple[int, ...]] = {axis: (0,) * len(shape) + (stride,) for stride, _, axis in axes}
+    steps |= {axis: tuple(int(i == j) for j in range(len(shape) + 1)) for i, axis in enumerate(split)}
+    return RowView((*shape, row), (*origin, column), steps, pages.width)
+
+
+@dataclass(frozen=True)
+class PieceView:
+    """The buffer reshaped to `shape`.  Entries may cross rows, but consist of pieces that do not."""
+
+    shape: tuple[int, int]
+    window: int
+    """Elements moved at once: one piece.  An entry is several pieces of this length."""
+    pages: Pages
+
+    def index(self, **indices) -> tuple[Any, Any]:
+        """Rows and columns [..., pieces] where the pieces of the entries at `layer`, `block`, `head` and `token` begin.
+
+        The indices must be int32 arrays [..., 1], which broadcast over the pieces of an entry.
+        """
+        pages, (_, length) = self.pages, self.shape
+        starts = divmod(pages.offset + np.arange(0, pages.width, self.window), length)
+        row, column = (start.astype(np.int32) for start in starts)
+        # Multiply an index by its step a few bits at a time, and carry from columns to rows in between, so that columns
+        # stay below 2**31.
+        digits = 31 - length.bit_length()
+        for stride, count, axis in _axes(pages):
+            for low in range(0, (count - 1).bit_length(), digits):
+                digit = indices[axis] >> low & (1 << digits) - 1
+                rows, columns = divmod(stride << low, length)
+                column = column + digit * columns
+                row, column = row + digit * rows + column // length, column % length
+        return row, column
+
+
+@cache
+def piece_view(pages: Pages) -> PieceView:
+    """The view with the longest pieces, then the shortest rows; ValueError if no rows divide the buffer."""
+    unit = gcd(pages.width, pages.offset, *(stride for stride, _, _ in _axes(pages)))
+    length = max(_row_lengths(pages.size), key=lambda length: (gcd(length, unit), -length))
+    return PieceView((pages.size // length, length), gcd(length, unit), pages)
+
+
+def entry_view(pages: Pages) -> RowView | PieceView:
+    """The `row_view` if the strides allow one, otherwise the `piece_view`."""
+    try:
+        return row_view(pages)
+    except ValueError:
+        return piece_view(pages)
+
+
+def _axes(pages: Pages) -> list[tuple[int, int, str]]:
+    """(stride, count, axis) of the axes of more than one step, outermost in memory first."""
+    counts = (pages.num_layers, pages.num_blocks, pages.num_heads, pages.block_size, pages.num_parts)
+    return sorted(((s, n, a) for s, n, a in zip(_strides(pages), counts, AXES, strict=True) if n > 1), reverse=True)
+
+
+def _strides(pages: Pages) -> tuple[int, ...]:
+    return pages.layer_stride, pages.block_stride, pages.head_stride, pages.token_stride, pages.part_stride
+
+
+def _row_lengths(size: int) -> list[int]:
+    """Divisors of `size` such that `PieceView` can count rows and columns in int32; ValueError if there are none.
+
+    Below 2**40 elements, only a size with a prime factor above 2**31 has none.
+    """
+    found = []
+    if size < MOST_COLUMNS * ROW_LIMIT:
+        divisors = np.arange(1, min(isqrt(size), LARGEST_TRIED) + 1)
+        divisors = divisors[size % divisors == 0].tolist()
+        found = [n for n in {*divisors, *(size // n for n in divisors)} if n < MOST_COLUMNS and size // n < ROW_LIMIT]
+    if not found:
+        unit = max(512, 2 ** (size // ROW_LIMIT).bit_length())
+        raise ValueError(
+            f"a buffer of {size} elements cannot be divided into fewer than 2**31 rows of fewer than 2**30 elements "
+            f"each, in which int32 indices reach its entries: expected another size, such as {-(-size // unit) * unit}"
+        )
+    return found
+
+
+def read_entries(buffer: jax.Array, pages: Pages, *, block, **axes) -> jax.Array:
+    """The entries [..., width] at index arrays that all have the same shape [...].  All indices must be in range.
+
+    `axes` are `layer`, `head`, `token` and, if entries have several parts, `part`.
+    """
+    view = entry_view(pages)
+    start = _start(view, block=block, **axes)
+    leading = tuple(range(len(view.shape) - 1))
+    return lax.gather(
+        buffer.reshape(view.shape),
+        start,
+        lax.GatherDimensionNumbers(
+            offset_dims=(start.ndim - 1,), collapsed_slice_dims=leading, start_index_map=(*leading, len(leading))
+        ),
+        slice_sizes=(*[1] * len(leading), view.window),
+        mode="promise_in_bounds",
+    ).reshape(*block.shape, pages.width)
+
+
+def write_entries(buffer: jax.Array, pages: Pages, rows: jax.Array, keep, **axes) -> jax.Array:
+    """The buffer with entries `rows` [..., width] stored where `keep` [...] is true; everything else is unchanged.
+
+    `axes` are the index arrays [...], as in `read_entries`.
+    """
+    view = entry_view(pages)
+    start = _start(view, **axes)
+    start = jnp.where(keep[..., None, None], start, jnp.int32(ROW_LIMIT - 1))  # out of bounds: dropped
+    leading = tuple(range(len(view.shape) - 1))
+    return lax.scatter(
+        buffer.reshape(view.shape),
+        start,
+        rows.reshape(*start.shape[:-1], view.window),
+        lax.ScatterDimensionNumbers(
+            update_window_dims=(start.ndim - 1,),
+            inserted_window_dims=leading,
+            scatter_dims_to_operand_dims=(*leading, len(leading)),
+        ),
+        mode=lax.GatherScatterMode.FILL_OR_DROP,
+    ).reshape(buffer.shape)
+
+
+def read_slots(buffer: jax.Array, pages: Pages, slots: jax.Array, layer) -> tuple[jax.Array, jax.Array]:
+    """Entries [..., H, width] of all heads at `slots` [...], and whether each slot is in the cache, bool [...].
+
+    Entries at slots outside the cache are set to 0 before anything is computed from them.  Otherwise, gradients could
+    be NaN.
+    """
+    index, valid = _locate(pages, slots, layer)
+    return jnp.where(valid[..., None, None], read_entries(buffer, pages, **index), 0), valid
+
+
+def write_slots(buffer: jax.Array, pages: Pages, rows: jax.Array, slots: jax.Array, layer) -> jax.Array:
+    """The buffer with entries `rows` [..., H, width] stored at `slots` [...]; slots outside the cache are skipped."""
+    index, valid = _locate(pages, slots, layer)
+    keep = jnp.broadcast_to(valid[..., None], index["head"].shape)
+    if keep.size == 1:
+        # XLA replaces a scatter of one window by a dynamic-update-slice.  On CPUs, it fuses that with operations that
+        # read the buffer, and then copies the buffer.  A second entry, which is not kept, avoids this.
+        rows, keep = jnp.broadcast_to(rows, (2, *rows.shape)), jnp.stack([keep, jnp.zeros_like(keep)])
+        index = {name: jnp.broadcast_to(at, keep.shape) for name, at in index.items()}
+    return write_entries(buffer, pages, rows, keep, **index)
+
+
+def _locate(pages, slots, layer):
+    valid = (slots >= 0) & (slots < pages.num_slots) & (layer >= 0) & (layer < pages.num_layers)
+    slots = jnp.where(valid, slots, 0)[..., None]
+    head = jnp.arange(pages.num_heads, dtype=jnp.int32)
+    shape = (*slots.shape[:-1], pages.num_heads)
+    index = {
+        "layer": jnp.where((layer >= 0) & (layer < pages.num_layers), layer, 0),
+        "block": slots // pages.block_size,
+        "head": head,
+        "token": slots % pages.block_size,
+    }
+    return {axis: jnp.broadcast_to(i, shape) for axis, i in index.items()}, valid
+
+
+def _start(view, **indices):
+    """Start indices of the windows of entries, int32 [..., windows per entry, rank of the view]."""
+    indices = {axis: i[..., None] for axis, i in indices.items()}
+    place = view.index(**indices)
+    shape = jnp.broadcast_shapes(indices["block"].shape, *(jnp.shape(i) for i in place))
+    return jnp.stack([jnp.broadcast_to(jnp.int32(i), shape) for i in place], axis=-1)
+
+
+def load_entries(
+    buffer: jax.Array, pages: Pages, entry: Entry, slots: jax.Array, layer, *, dtype=None
+) -> tuple[jax.Array, jax.Array]:
+    """Encoded entries [..., H, width] of all heads at `slots` [...], and whether each is in the cache.
+
+    Entries are elements of `dtype`, by default the natural one, which `entry.decode` expects.  Those at slots outside
+    the cache are 0, and the caller must mask the values that they decode to.
+    """
+    found = [read_slots(buffer, run, slots, layer) for run in entry_runs(pages, entry, buffer.dtype.itemsize)]
+    # Bytes in a buffer of bf16 are joined as bytes: XLA's older emitters quiet signalling NaNs when they join bf16.
+    return jnp.concatenate([view_as(rows, dtype or entry.dtype) for rows, _ in found], axis=-1), found[0][1]
+
+
+def store_entries(buffer: jax.Array, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> jax.Array:
+    """The buffer with encoded entries [..., H, width] stored at `slots` [...]; slots outside the cache are skipped."""
+    rows, first = view_as(rows, buffer.dtype), 0
+    for run in entry_runs(pages, entry, buffer.dtype.itemsize):
+        buffer = write_slots(buffer, run, rows[..., first : first + run.width], slots, layer)
+        first += run.width
+    return buffer
+
+
+def entry_runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:
+    """Addresses of the runs of bytes that make up an entry.
+
+    These are the whole entry, its parts in each region of a split page, or its key and its value, if these lie apart.
+    `itemsize` is that of the buffer.
+    """
+    if not entry.split:
+        offsets = [pages.offset + part * pages.part_stride for part in range(pages.num_parts)]
+        return [replace(pages, offset=offset, num_parts=1, part_stride=0) for offset in offsets]
+
+    def run(first: Field) -> Pages:
+        width = (first.step or 0) // itemsize
+        return replace(pages, token_stride=width, width=width, offset=pages.offset + first.offset // itemsize)
+
+    return [run(first) for first, *_ in entry.regions(pages.block_size)]
+
+
+@dataclass(frozen=True)
+class Runs:
+    """The runs of a block, counted in elements.  Concatenated, they are the exported block."""
+
+    axes: tuple[tuple[str, int, int], ...]
+    """(axis, count, stride) of the axes that enumerate the runs, outermost in memory first."""
+    length: int
+    """Elements per run."""
+    offset: int
+    """The element of the buffer at which the first run of block 0 begins."""
+
+    @property
+    def count(self) -> int:
+        """Runs per block."""
+        return prod(count for _, count, _ in self.axes)
+
+
+def runs_of(pages: Pages) -> Runs:
+    """The runs of a block: one run, with padding and other groups, if blocks are runs; otherwise runs of entries."""
+    if pages.blocks_are_runs:
+        return Runs((), pages.block_stride, 0)
+    axes: list[tuple[str, int, int]] = []
+    length = pages.width
+    for axis, count, stride in reversed(pages.inner_axes):
+        if not axes and stride == length:
+            length *= count
+        elif count > 1:
+            axes.insert(0, (axis, count, stride))
+    return Runs(tuple(axes), length, pages.offset)

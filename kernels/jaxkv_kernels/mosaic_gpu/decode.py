@@ -1,0 +1,211 @@
+"""Picks the kernel of a dense decode call on sm_90, and that of its plan; runs it, and then `combine` for splits."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.calls import DecodeKV, DecodeMLA, PlanDecode
+from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
+from jaxkv_kernels.logit_cap import too_large
+from jaxkv_kernels.mosaic_gpu import gqa, mla_dense, mla_dense_swap_ab, mla_sparse, quantised_swap_ab
+from jaxkv_kernels.mosaic_gpu.attention_reasons import query_dtype
+from jaxkv_kernels.mosaic_gpu.combine import combine
+from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
+from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig, QuantisedMLADenseConfig
+from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
+from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedGQAConfig, QuantisedSwapABConfig
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
+from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, Plan, make_plan, most_partitions, shares_keys
+from jaxkv_kernels.tuning import configuration
+
+SWAP_AB_ROWS = 16
+"""Rows (query tokens x heads of a request) up to which `decode_mla` runs a kernel with swapped operands.
+
+At 16 rows it is memory-bound.  32 rows would fit, with half of the query stages, but took 6 % longer than the kernel
+whose tiles have 64 rows.
+"""
+GATHERED = ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")
+"""Formats of latents that only the kernel of sparse attention decodes."""
+
+
+def by_slots(entry: MLAEntry | KVEntry, rows: int) -> bool:
+    """Whether dense calls with `rows` rows per request run as sparse attention to all slots of the request."""
+    return entry.format in GATHERED or (entry.format == "fp8_ds_mla" and rows > SWAP_AB_ROWS)
+
+
+def default_config(
+    entry: MLAEntry | KVEntry, rows: int
+) -> MLADenseConfig | QuantisedMLADenseConfig | MLASwapABConfig | QuantisedSwapABConfig | GQAConfig:
+    """The default configuration of a `decode_mla` or `decode_kv` call: its class determines the kernel.
+
+    `rows`: query tokens x query heads of a KV head.
+    """
+    if isinstance(entry, KVEntry):
+        return quantised_swap_ab.gqa_config(entry) if entry.quantised else GQAConfig()
+    if rows > SWAP_AB_ROWS:
+        return QuantisedMLADenseConfig() if entry.quantised else mla_dense.default_config(rows)
+    return QuantisedSwapABConfig() if entry.quantised else MLASwapABConfig()
+
+
+def unsupported_mla(call: DecodeMLA) -> Iterator[str]:
+    """Reasons against a `decode_mla` call."""
+    _, tokens, heads, _ = call.q_latent.shape
+    yield from _kernel_reasons(call, tokens * heads)
+    yield from query_dtype(call.entry, call.q_latent.dtype, "`q_latent`")
+    yield from too_large(call.logit_cap)
+
+
+def unsupported_kv(call: DecodeKV) -> Iterator[str]:
+    """Reasons against a `decode_kv` call."""
+    _, tokens, heads, _ = call.q.shape
+    yield from _kernel_reasons(call, tokens * heads // call.pages.num_heads)
+    yield from query_dtype(call.entry, call.q.dtype, "`q`")
+    yield from too_large(call.logit_cap)
+
+
+def unsupported_plan(call: PlanDecode) -> Iterator[str]:
+    """Reasons against planning `decode_mla` or `decode_kv` calls."""
+    yield from _kernel_reasons(call, call.q_len * call.heads // call.pages.num_heads)
+    yield from query_dtype(call.entry, call.dtype, "queries")
+
+
+def _kernel_reasons(call: DecodeMLA | DecodeKV | PlanDecode, rows: int) -> Iterator[str]:
+    """The reasons of the kernel of a call with `rows` rows per KV head, which `default_config` picks."""
+    if isinstance(call.entry, KVEntry):
+        if call.entry.quantised:
+            yield from quantised_swap_ab.gqa_reasons(call, rows, SWAP_AB_ROWS)
+        else:
+            yield from gqa.unsupported_reasons(call)
+    elif by_slots(call.entry, rows):
+        yield from mla_sparse.gathered_reasons(call.entry, call.pages, call.buffer)
+    elif rows > SWAP_AB_ROWS:
+        yield from mla_dense.unsupported_reasons(call)
+    elif call.entry.quantised:
+        yield from quantised_swap_ab.mla_reasons(call)
+    else:
+        yield from mla_dense_swap_ab.unsupported_reasons(call)
+
+
+def plan_decode(call: PlanDecode) -> Plan:
+    """The schedule of a decode call, in partitions that fill the GPU."""
+    rows, kv_heads = call.q_len * call.heads, call.pages.num_heads
+    if by_slots(call.entry, rows):
+        return mla_sparse.plan_by_slots(call)
+    config = configuration(default_config(call.entry, rows // kv_heads))
+    row_tiles = kv_heads * -(-rows // kv_heads // TILE)
+    partitions = most_partitions(row_tiles)
+    step = PAIR if isinstance(config, MLADenseConfig | QuantisedMLADenseConfig | GQAConfig) else TILE
+    costs, shared = config.split_costs, False
+    # A batch-invariant plan must not depend on how many requests there are.
+    if isinstance(config, MLADenseConfig | MLASwapABConfig) and row_tiles == 1 and not call.batch_invariant:
+        shared = shares_keys(call.seq_lens.size, partitions)
+    if shared:
+        partitions, costs = partitions // CTAS, costs.of_shared_steps()
+    plan = make_plan(
+        call.seq_lens,
+        call.block_tables,
+        partitions=partitions,
+        tokens=call.q_len,
+        block_size=call.pages.block_size,
+        num_blocks=call.pages.num_blocks,
+        window=call.window,
+        batch_invariant=call.batch_invariant,
+        step=step,
+        costs=costs,
+        by_kernel=not interpreting.value,
+    )
+    return replace(plan, shared=shared)
+
+
+def _planned[C: (DecodeMLA, DecodeKV)](call: C, q: jax.Array) -> C:
+    """`call` with its plan, or else the default plan for its queries `q` [B, Q, Hq, ...]."""
+    if call.plan is not None:
+        return call
+    plan = plan_decode(
+        PlanDecode(
+            buffer=call.buffer,
+            pages=call.pages,
+            entry=call.entry,
+            block_tables=call.block_tables,
+            seq_lens=call.seq_lens,
+            heads=q.shape[2],
+            q_len=q.shape[1],
+            window=call.window,
+            dtype=q.dtype,
+            batch_invariant=False,
+        )
+    )
+    return replace(call, plan=plan)
+
+
+def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
+    """The result of a `decode_mla` call: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
+    _, tokens, heads, _ = call.q_latent.shape
+    call = _planned(call, call.q_latent)
+    if by_slots(call.entry, tokens * heads):
+        return mla_sparse.decode_by_slots(call)
+    config = configuration(default_config(call.entry, tokens * heads))
+    return _decode_mla(call, config=config, interpret=bool(interpreting.value))
+
+
+@partial(jax.jit, static_argnames=("config", "interpret"))
+def _decode_mla(
+    call: DecodeMLA,
+    *,
+    config: MLADenseConfig | QuantisedMLADenseConfig | MLASwapABConfig | QuantisedSwapABConfig,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array]:
+    batch, tokens, heads, latent = call.q_latent.shape
+    rows = tokens * heads
+    # TMA copies tiles of 8 rows.  It fills tiles past the last row with zeros, and does not store them.
+    pad = ((0, 0), (0, -rows % 8), (0, 0))
+    queries = [jnp.pad(q.reshape(batch, rows, q.shape[-1]), pad) for q in (call.q_latent, call.q_pe) if q.shape[-1]]
+    if isinstance(config, QuantisedSwapABConfig):
+        results = quantised_swap_ab.attend(call, queries, config, interpret=interpret)
+    elif isinstance(config, MLASwapABConfig):
+        results = mla_dense_swap_ab.attend(call, queries, config, interpret=interpret)
+    else:
+        results = mla_dense.attend(call, queries, config, interpret=interpret)
+    out, lse = combine(*results, call.plan, rows=rows, interpret=interpret)
+    return out[:, :rows].reshape(batch, tokens, heads, latent), lse[:, :rows].reshape(batch, tokens, heads)
+
+
+def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
+    """The result of a `decode_kv` call: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]."""
+    _, tokens, heads, _ = call.q.shape
+    config = configuration(default_config(call.entry, tokens * heads // call.pages.num_heads))
+    return _decode_kv(_planned(call, call.q), config=config, interpret=bool(interpreting.value))
+
+
+@partial(jax.jit, static_argnames=("config", "interpret"))
+def _decode_kv(
+    call: DecodeKV, *, config: GQAConfig | QuantisedGQAConfig, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    batch, tokens, query_heads, _ = call.q.shape
+    heads, group = call.pages.num_heads, query_heads // call.pages.num_heads
+    rows, quantised = tokens * group, isinstance(config, QuantisedGQAConfig)
+    # TMA copies tiles of 8 rows, and clips them if an axis is shorter than a tile.
+    padded = rows if rows <= 8 and not quantised else rows + -rows % (8 if rows <= TILE else TILE)
+    q = call.q.reshape(batch, tokens, heads, group, -1).swapaxes(1, 2).reshape(batch, heads, rows, -1)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
+    if isinstance(config, QuantisedGQAConfig):
+        queries = [q.reshape(batch * heads, padded, -1)]
+        results = quantised_swap_ab.attend(call, queries, config, interpret=interpret)
+    else:
+        results = gqa.attend(call, q, config, interpret=interpret)
+    out, lse, split_out, split_lse, split_scale = results
+    by_row = heads * padded
+    out, split_out = (x.reshape(-1, by_row, x.shape[-1]) for x in (out, split_out))
+    lse, split_lse = (x.reshape(-1, by_row) for x in (lse, split_lse))
+    split_scale = split_scale.reshape(-1, 1, by_row)
+    out, lse = combine(out, lse, split_out, split_lse, split_scale, call.plan, rows=by_row, interpret=interpret)
+
+    def by_token(x):
+        x = x.reshape(batch, heads, padded, -1)[:, :, :rows].reshape(batch, heads, tokens, group, -1)
+        return x.swapaxes(1, 2).reshape(batch, tokens, query_heads, -1)
+
+    return by_token(out)[..., : call.entry.value_dim], by_token(lse)[..., 0]

@@ -1,0 +1,30 @@
+"""`TokenRows` for Pallas's interpreter."""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxkv_kernels.mosaic_gpu.paged_tma import TokenRows
+
+
+@dataclass(frozen=True)
+class InterpretedRows(TokenRows):
+    """The same for Pallas's interpreter, which has no strides: a copy of the pages, by part, layer, block and head."""
+
+    def index(self, layer, block, token, head=0, part=0):
+        """The number of a page, and the row of `token`."""
+        pages = self.pages
+        return ((part * pages.num_layers + layer) * pages.num_blocks + block) * pages.num_heads + head, token
+
+    def of(self, buffer):
+        """The pages of the buffer, copied."""
+        pages = self.pages
+        page = jnp.arange(pages.num_parts * pages.num_layers * pages.num_blocks * pages.num_heads)
+        head, block = page % pages.num_heads, page // pages.num_heads % pages.num_blocks
+        layer = page // (pages.num_heads * pages.num_blocks)
+        origin, _ = super().index(layer % pages.num_layers, block, 0, head, layer // pages.num_layers)
+        token, column = jnp.arange(pages.block_size), jnp.arange(pages.width)
+        return buffer[(origin * self.step)[:, None, None] + (token * pages.token_stride)[:, None] + column]
+
+    def install(self, ref):
+        """Does nothing."""

@@ -1,0 +1,49 @@
+"""Reasons against layouts, which several kernels share."""
+
+from collections.abc import Collection, Iterator, Mapping
+
+import jax
+
+from jaxkv_kernels.addressing import ROW_LIMIT, Pages
+from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.mosaic_gpu.paged_tma import origin_step
+
+BULK = 16
+"""Bytes: addresses and sizes of bulk copies are multiples of it."""
+
+
+def apart(pages: Pages, entry: Entry) -> Iterator[str]:
+    """A reason against caches whose keys and values lie apart."""
+    if pages.num_parts > 1:
+        yield f"keys and values of format {entry.format!r} that lie apart: supports values that follow their keys"
+
+
+def steps(pages: Pages, axes: Collection[str]) -> dict[str, int]:
+    """The offset, and the strides of blocks and of `axes`, in elements; axes of length 1 have no step."""
+    inner = {f"{axis} stride": stride for axis, count, stride in pages.inner_axes if axis in axes and count > 1}
+    block = {"block stride": pages.block_stride} if pages.num_blocks > 1 else {}
+    return {"offset": pages.offset, **inner, **block}
+
+
+def unaligned(elements: Mapping[str, int], itemsize: int) -> Iterator[str]:
+    """Sizes that are not multiples of the unit of bulk copies."""
+    for name, count in elements.items():
+        if count * itemsize % BULK:
+            yield f"{name} of {count * itemsize} bytes: supports multiples of {BULK}"
+
+
+def block_sizes(pages: Pages) -> Iterator[str]:
+    """A reason against copying tiles of keys from such blocks by TMA."""
+    if pages.block_size not in (16, 32, 64, 128, 256):
+        yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
+
+
+def origins(pages: Pages, buffer: jax.Array) -> Iterator[str]:
+    """Reasons against copying from where the strides put pages."""
+    strides = steps(pages, ("layer", "token", "head", "part"))
+    yield from unaligned({**strides, "buffer": pages.size}, buffer.dtype.itemsize)
+    if pages.size // origin_step(pages) >= ROW_LIMIT:
+        yield (
+            f"a buffer of {pages.size} elements whose strides are multiples of {origin_step(pages)} only: supports "
+            f"fewer than 2**31 steps of that size"
+        )

@@ -1,0 +1,223 @@
+"""Loaders: where an attention kernel's keys and values come from, and how they reach shared memory.
+
+A schedule chooses the stages and barriers; a loader knows how keys lie in device memory.  Loaders that copy columns of
+pages by TMA have the interface of `Keys`.  `quantised_tiles.py` has one for whole entries, and `gather_keys.py` one
+for slots.
+"""
+
+from dataclasses import dataclass
+from math import gcd
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.addressing import Pages
+from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import prefetch_to_l2
+from jaxkv_kernels.mosaic_gpu.runtime.strided import restride
+from jaxkv_kernels.mosaic_gpu.sizes import TILE
+
+TILE_ROWS, TILE_COLUMNS = 8, 64
+"""TMA copies whole tiles of the swizzled memory that wgmma reads (16-bit elements)."""
+
+
+class Columns(NamedTuple):
+    """Some columns of a tile of keys, and where they go."""
+
+    first: int
+    """Counted from the entry's first value."""
+    count: int
+    into: Any
+    """Shared memory [64, count]."""
+    full: Any
+    """The barrier that completes when they have landed."""
+    part: int = 0
+    """1 for columns of values that do not follow their keys; `first` then counts from the first of the values."""
+
+
+class Keys(Protocol):
+    """A loader of tiles of 64 keys, used by the producer warpgroup."""
+
+    def look_up(self, request, first_token):
+        """Loads what `fetch` needs to find a tile.  Call it one tile ahead, so that nothing waits for these loads."""
+
+    def fetch(self, found, first_token, *parts: Columns, **copy) -> None:
+        """Starts the copies of a tile that was looked up; `copy` are options of the copies (multicast)."""
+
+    def prefetch(self, found, first_token, *, interpret: bool) -> None:
+        """Prefetches a tile that was looked up to the L2 cache."""
+
+
+def copies_per_tile(pages: Pages) -> int:
+    """How many copies fetch a tile: one per block that it lies in."""
+    return TILE // min(pages.block_size, TILE)
+
+
+@dataclass(frozen=True)
+class PageTable:
+    """A block table [B, M] in device memory."""
+
+    ref: Any
+    pages: Pages
+
+    @property
+    def copy_rows(self) -> int:
+        """Tokens per copy."""
+        return TILE // copies_per_tile(self.pages)
+
+    def block(self, request, token):
+        """The table's entry for a token of a request."""
+        column = jnp.minimum(floordiv(token, self.pages.block_size), self.ref.shape[1] - 1)
+        return self.ref[request, column]
+
+    def known(self, block):
+        """Whether `block` is a block of the cache."""
+        return (block >= 0) & (block < self.pages.num_blocks)
+
+    def blocks(self, request, first_token):
+        """The table's entries for a tile, one per copy.
+
+        They are only loaded here, not used: a caller that looks up a tile ahead does not wait for the loads.
+        """
+        return tuple(self.block(request, first_token + c * self.copy_rows) for c in range(copies_per_tile(self.pages)))
+
+    def copies(self, found, first_token):
+        """Yields where each copy of a tile begins: the row in the tile, the block, and the token within the block.
+
+        `found` is what `blocks` returned.  Block 0 stands in for blocks outside the cache, whose tokens are masked
+        later.
+        """
+        for c, block in enumerate(found):
+            first_row = c * self.copy_rows
+            token = lax.rem(first_token + first_row, jnp.int32(self.pages.block_size))
+            yield first_row, jnp.where(self.known(block), block, 0), token
+
+    def known_copies(self, request, first_token):
+        """Yields the row in a tile where each copy begins, and whether its block is in the cache."""
+        for c in range(copies_per_tile(self.pages)):  # one at a time: registers are scarce where this is called
+            row = c * self.copy_rows
+            yield row, self.known(self.block(request, first_token + row))
+
+    def mask_unknown(self, request, first_token, token, x, fill):
+        """A tile `x`, with `fill` at tokens of unknown blocks; `token`, of the same shape, has each element's token."""
+        fill = jnp.asarray(fill, x.dtype)
+        for row, known in self.known_copies(request, first_token):
+            low = first_token + row
+            high = low + jnp.where(known, 0, self.copy_rows)
+            x = jnp.where(token < low, x, jnp.where(token < high, fill, x))
+        return x
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """A view [origins, tokens, width] of the buffer: if a page begins at an origin, row t of the origin is its token t.
+
+    Every multiple of `step` elements is an origin, so that a page may begin wherever the strides put it.  Rows of
+    different origins overlap, so only TMA copies can address the view (`install`).
+    """
+
+    pages: Pages
+    step: int
+    """Elements from one origin to the next.  The offset and all strides between pages are multiples of it."""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Origins, tokens per page, elements per entry."""
+        return self.pages.size // self.step, self.pages.block_size, self.pages.width
+
+    @property
+    def strides(self) -> tuple[int, int, int]:
+        """The strides of the axes of `shape`, in elements."""
+        return self.step, self.pages.token_stride, 1
+
+    def index(self, layer, block, token, head=0, part=0):
+        """The origin of a page, and the row of `token`, a multiple of 8.
+
+        `part` 1 is the page of the values, if keys and values lie apart.
+        """
+        origin = self.pages.offset // self.step
+        indices = {"layer": layer, "block": block, "head": head, "part": part}
+        for axis, (count, stride) in _origin_axes(self.pages).items():
+            origin = origin + indices[axis] * (stride // self.step if count > 1 else 0)
+        return origin, pl.multiple_of(token, TILE_ROWS)
+
+    def columns(self, first: int, count: int, origin):
+        """Columns of a row, for `.at`."""
+        # Traced, since Pallas checks constants against the shape of the operand.
+        return pl.ds(pl.multiple_of(first + (origin - origin), TILE_COLUMNS), count)
+
+    def of(self, buffer: jax.Array) -> jax.Array:
+        """The operand of a kernel; no copy."""
+        return buffer.reshape(-1, 1, self.step)
+
+    def install(self, ref) -> None:
+        """Makes the TMA copies of a kernel address `ref`, its operand, by this view."""
+        restride(ref, self.shape, self.strides)
+
+    def start(self, ref, origin, row):
+        """A reference to the first element of a row of the operand, for instructions that take an address."""
+        return ref.at[origin, 0, pl.ds(row * self.pages.token_stride, 1)]
+
+
+def token_rows(pages: Pages) -> TokenRows:
+    """The view of a buffer of the entries' dtype, for the GPU or the interpreter."""
+    if interpreting.value:
+        from jaxkv_kernels.mosaic_gpu.interpreter.paged import InterpretedRows
+
+        return InterpretedRows(pages, origin_step(pages))
+    return TokenRows(pages, origin_step(pages))
+
+
+def origin_step(pages: Pages) -> int:
+    """Elements from one origin to the next.  It also divides the size, because the operand has a row per origin."""
+    return gcd(pages.size, pages.offset, *(stride for count, stride in _origin_axes(pages).values() if count > 1))
+
+
+def in_entries_dtype(buffer: jax.Array, pages: Pages, dtype: Any) -> tuple[jax.Array, Pages]:
+    """The buffer as elements of `dtype`, the entries' own, and the pages in such elements; no copy."""
+    return view_as(buffer, dtype), pages.resized(buffer.dtype.itemsize, jnp.dtype(dtype).itemsize)
+
+
+def _origin_axes(pages: Pages) -> dict[str, tuple[int, int]]:
+    """(count, stride) of the axes along which pages lie."""
+    return {
+        "layer": (pages.num_layers, pages.layer_stride),
+        "block": (pages.num_blocks, pages.block_stride),
+        "head": (pages.num_heads, pages.head_stride),
+        "part": (pages.num_parts, pages.part_stride),
+    }
+
+
+class PagedKeys:
+    """Keys in the pages of a cache, copied by TMA as they are."""
+
+    def __init__(self, kv_ref, view: TokenRows, table: PageTable, layer, head: Any = 0):
+        self._kv_ref, self._view, self._table = kv_ref, view, table
+        self._layer, self._head = layer, head
+        view.install(kv_ref)
+
+    def look_up(self, request, first_token):
+        """The blocks of a tile."""
+        return self._table.blocks(request, first_token)
+
+    def fetch(self, found, first_token, *parts: Columns, **copy) -> None:
+        """Starts one TMA copy per element of `parts` and block that the tile lies in."""
+        rows = self._table.copy_rows
+        for first_row, block, token in self._table.copies(found, first_token):
+            for first, count, into, full, part in parts:
+                origin, row = self._view.index(self._layer, block, token, self._head, part)
+                source = self._kv_ref.at[origin, pl.ds(row, rows), self._view.columns(first, count, origin)]
+                plgpu.copy_gmem_to_smem(source, into.at[pl.ds(first_row, rows)], full, **copy)
+
+    def prefetch(self, found, first_token, *, interpret: bool) -> None:
+        """Prefetches whole entries, as one run of bytes per block: for pages with contiguous tokens."""
+        nbytes = self._table.copy_rows * self._table.pages.width * self._kv_ref.dtype.itemsize
+        for _, block, token in self._table.copies(found, first_token):
+            start = self._view.start(self._kv_ref, *self._view.index(self._layer, block, token, self._head))
+            prefetch_to_l2(start, nbytes, interpret=interpret)

@@ -1,0 +1,1 @@
+"""Inline PTX and MLIR that a lane runs, a file per family of instructions."""

@@ -1,0 +1,70 @@
+"""What kernels are built for: a Hopper GPU, with its limits, or Pallas's interpreter; and where they can run.
+
+Each table of capabilities lists the compute capabilities on which a group of kernels has been tested, with their names.
+The kernels are unavailable on all others.
+"""
+
+from collections.abc import Mapping
+
+import jax
+
+# The values of contexts are parts of the key of jit's caches: a function traced for one is traced again for another.
+interpreting = jax.make_user_context(default_value=False)
+"""`with interpreting(True):` runs the kernels in the interpreter: slow, on any machine, for tests."""
+assumed_multiprocessors = jax.make_user_context(default_value=None)
+"""`with assumed_multiprocessors(114):` builds kernels for a GPU with that many multiprocessors, for tests."""
+
+MULTIPROCESSORS = 132
+"""Of an H100 SXM and an H200, which programs that are lowered without a GPU are for.  An H100 PCIe has 114."""
+SHARED_MEMORY = 232_448
+"""The most bytes of shared memory per CTA."""
+REGISTERS = 65_536
+"""Of a multiprocessor."""
+
+
+def multiprocessors() -> int:
+    """The number of multiprocessors of the GPU; `MULTIPROCESSORS` where there is none."""
+    if assumed_multiprocessors.value is not None:
+        return assumed_multiprocessors.value
+    return jax.local_devices()[0].core_count if jax.default_backend() == "gpu" else MULTIPROCESSORS
+
+
+def consumer_registers(producer_registers: int, consumers: int = 2) -> int:
+    """Registers per lane of each consumer warpgroup beside a producer warpgroup: a multiple of 8.
+
+    At launch, all lanes have equally many, a multiple of 8.  A kernel that requests more than these together hangs.
+    """
+    warpgroups = consumers + 1
+    at_launch = REGISTERS // (128 * warpgroups) // 8 * 8
+    return (at_launch * warpgroups - producer_registers) // consumers // 8 * 8
+
+
+WGMMA: Mapping[str, str] = {"9.0": "Hopper"}
+"""Capabilities for attention, which multiplies with wgmma, an instruction of Hopper only."""
+
+BULK_COPIES: Mapping[str, str] = {"9.0": "Hopper"}
+"""Capabilities for copies of entries and blocks.  Later GPUs also have bulk copies, but only Hopper was tested."""
+
+REDUX: Mapping[str, str] = {"9.0": "Hopper"}
+"""Selection adds up counts over a warp by an instruction of Ampere and later; it was tried on Hopper only."""
+
+CLOCK: Mapping[str, str] = {"9.0": "Hopper"}
+"""Capabilities for `stamp`.  All generations have the global timer, but only Hopper was tested."""
+
+ANY = {**WGMMA, **BULK_COPIES, **REDUX, **CLOCK}
+"""Capabilities on which at least one kernel runs."""
+
+
+def unavailable_reasons(capabilities: Mapping[str, str]) -> list[str]:
+    """Reasons why kernels for these capabilities do not run on this machine; empty if they do, or are interpreted."""
+    if interpreting.value:
+        return []
+    if jax.default_backend() != "gpu":
+        generations = " or ".join(dict.fromkeys(capabilities.values()))
+        return [f"needs an NVIDIA {generations} GPU; the default backend is {jax.default_backend()}"]
+    device = jax.devices()[0]
+    found = str(getattr(device, "compute_capability", "unknown"))
+    if found in capabilities:
+        return []
+    needed = " or ".join(f"{capability} ({generation})" for capability, generation in capabilities.items())
+    return [f"needs compute capability {needed}; {device.device_kind} has {found}"]

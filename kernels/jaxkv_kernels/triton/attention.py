@@ -1,0 +1,504 @@
+"""The loop over tiles of keys that all attention kernels share, and the steps before and after it.
+
+A program is given one work tile of the plan (a range of the tokens of a request) and one tile of query rows:
+
+    load_range, query_rows       which tokens, which rows; the kernel then loads the queries
+    attend_tiles                 the loop (see its docstring)
+    store_results                a whole request is final; a split goes to memory for `splits.combine`
+
+The first part of this file loads tiles of keys and values from entries of any format (`EntryLoads`), for use as
+operands of products.  The second is the online softmax over tiles of scores.  It works in base 2, because `exp2` is one
+instruction: scores are multiplied by log2(e) once, and the running maximum and the log-sum-exps of splits are in base 2
+as well.  Triton inlines all of these functions, so calling them costs nothing.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import jax
+import numpy as np
+
+from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
+from jaxkv_kernels.triton.arithmetic import dot, rounded
+from jaxkv_kernels.triton.codecs import (
+    E2M1_TILE,
+    e2m1_unit,
+    from_quarters,
+    halves,
+    in_halves,
+    in_quarters,
+    int8_halves,
+    load_e2m1,
+    load_pairs,
+    widened,
+)
+from jaxkv_kernels.triton.language import tl, triton
+from jaxkv_kernels.triton.tiles import load_pieces, slots_of, token_address
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The tile sizes and resources of a program, and when requests are split.
+
+    Raises:
+      ValueError: Triton cannot compile a kernel with one of the numbers.
+    """
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "rows": (16, 32, 64),
+        "keys": (16, 32, 64, 128),
+        "warps": (4, 8),
+        "stages": (1, 2, 3, 4),
+        "programs_per_sm": (1, 2, 3, 4),
+    }
+
+    rows: int
+    """Rows of queries (query tokens x query heads of a KV head) per program: a power of two, at least 16."""
+    keys: int
+    """Tokens of the cache per tile of the loop: a power of two, at least 16."""
+    warps: int
+    """Warps per program: a power of two, at most 16."""
+    stages: int
+    """Stages of Triton's software pipeline over the tiles of keys; 1 is no pipeline."""
+    programs_per_sm: int
+    """Programs that run on a multiprocessor at the same time, as plans assume."""
+    split_multiple: int = 64
+    """The length of a split is a multiple of this many tokens.  64 is the usual tile of keys and the usual block
+    size, so no tile is loaded for only a few of its keys.
+    """
+    split_cost: int = 64
+    """The fixed cost of a split, in units of the time to process one token.  On an H200, a program that starts, loads
+    its queries and stores its split takes about as long as one tile of keys.
+    """
+    max_waves: int = 4
+    """Plans try split sizes for one wave of programs, two waves, and so on up to this many.  With more than 4 waves,
+    the fixed costs of the splits exceed the gain from better balance.
+    """
+
+    def __post_init__(self):
+        for name in ("rows", "keys"):
+            self._check_power_of_two(name, least=16)
+        self._check_power_of_two("warps", most=16)
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not isinstance(value, int) or value < 1:
+                raise ValueError(f"`{field.name}` is {value!r}: expected a positive integer")
+
+    def _check_power_of_two(self, name: str, least: int = 1, most: int = 1024):
+        value = getattr(self, name)
+        if not isinstance(value, int) or not least <= value <= most or value & (value - 1):
+            raise ValueError(f"`{name}` is {value!r}: expected a power of two from {least} to {most}")
+
+    def row_tiles(self, rows: int) -> int:
+        """The number of programs that share `rows` rows of queries."""
+        return -(-rows // self.rows)
+
+
+def next_power_of_two(n: int) -> int:
+    """The smallest power of two that is at least `n`."""
+    return 1 << (n - 1).bit_length()
+
+
+def padded_rows(rows: int, most: int) -> int:
+    """Rows of a tile: a power of two, at least 16 as tensor cores need, at most `most`."""
+    return min(max(16, next_power_of_two(rows)), most)
+
+
+SCALE_TILE = tl.constexpr(TILE)
+"""Values of an `fp8_ds_mla` entry that share a scale."""
+
+
+def empty_reasons(**arrays: jax.Array) -> Iterator[str]:
+    """Reasons against arrays without values."""
+    for name, array in arrays.items():
+        if not array.size:
+            yield f"`{name}` of no values: a kernel would have nothing to do"
+
+
+@dataclass(frozen=True)
+class EntryLoads:
+    """How a kernel loads entries; a compile-time constant of the kernel.
+
+    With `latents`, an entry is a latent and a rotary key: keys are both parts, and values are the latents.  Otherwise,
+    an entry is a key and a value.
+    """
+
+    format: str
+    latents: bool
+    first: int
+    """The number of values of the latent, or of the key."""
+    second: int
+    """The number of values of the rotary key, or of the value."""
+    first_columns: int
+    """Columns of one load of these values, a power of two.  A latent may take several loads."""
+    second_columns: int
+    stored: tl.dtype
+    """The element type in memory; "uint8" for quantised entries."""
+    dtype: tl.dtype
+    """The type of the operands of products."""
+    native: bool
+    """Whether the GPU has instructions that convert e4m3."""
+    even: bool
+    """Whether all sizes and strides are even numbers of bytes."""
+    second_at: int = 0
+    """Bytes from the start of a plain or e4m3 entry to its value, which may lie apart."""
+
+    @property
+    def loads(self) -> int:
+        """The number of loads for the first part."""
+        return -(-self.first // self.first_columns)
+
+    @property
+    def ways(self) -> int:
+        """How many tiles each load gives: column c is in tile c % ways (see `codecs.py`)."""
+        if self.format == "nvfp4":
+            return 4
+        return 2 if self.format == "int8" or (self.latents and self.format == "fp8") else 1
+
+    @property
+    def unit(self) -> float:
+        """How many times too small the tiles of keys and of values are."""
+        return e2m1_unit(self.dtype) if self.format == "nvfp4" else 1.0
+
+    @property
+    def per_token(self) -> bool:
+        """Whether keys and values have a scale per token, by which scores and weights are multiplied."""
+        return self.format == "int8"
+
+    @property
+    def value_tiles(self) -> int:
+        """The number of tiles that hold the values."""
+        return self.ways * (self.loads if self.latents else 1)
+
+    @property
+    def value_columns(self) -> int:
+        """Columns of each tile of values."""
+        return (self.first_columns if self.latents else self.second_columns) // self.ways
+
+
+@triton.jit
+def split_columns(x, WAYS: tl.constexpr):
+    """Divides a tile of queries as loads of entries are divided (`ways`)."""
+    if WAYS == 4:
+        tiles = in_quarters(x)
+    elif WAYS == 2:
+        tiles = in_halves(x)
+    else:
+        tiles = (x,)
+    return tiles
+
+
+@triton.jit
+def join_columns(x, WAYS: tl.constexpr):
+    """The tile that `split_columns` divides into `x`."""
+    if WAYS == 4:
+        tile = from_quarters(x)
+    elif WAYS == 2:
+        tile = tl.interleave(x[0], x[1])
+    else:
+        tile = x[0]
+    return tile
+
+
+@triton.jit
+def load_keys_and_values(entry, known, LOADS: tl.constexpr):
+    """Tiles [n, columns] of the keys and of the values of the entries at byte pointers `entry` [n]; 0 if not `known`.
+
+    Values of `fp8` and `int8` are returned as stored, others multiplied by their own scales.  The third result has the
+    scales [n] of keys and of values if they are `per_token`, otherwise nothing.
+    """
+    factors = ()
+    if LOADS.latents:
+        NUM_LOADS: tl.constexpr = LOADS.loads
+        values = ()
+        for i in tl.static_range(NUM_LOADS):
+            values += _latent_tile(entry, known, i * LOADS.first_columns, LOADS)
+        # The rotary keys come first: their product is the first term of the scores.
+        keys = _rope_tile(entry, known, LOADS) + values
+    elif LOADS.format == "nvfp4":
+        SCALES: tl.constexpr = (LOADS.first + LOADS.second) // 2
+        keys = load_e2m1(
+            entry, entry + SCALES, known,
+            LOADS.first, LOADS.first_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
+        )  # fmt: skip
+        values = load_e2m1(
+            entry + LOADS.first // 2, entry + SCALES + LOADS.first // E2M1_TILE, known,
+            LOADS.second, LOADS.second_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
+        )  # fmt: skip
+    elif LOADS.format == "int8":
+        keys = int8_halves(load_pairs(entry, known, LOADS.first, LOADS.first_columns, LOADS.even), LOADS.dtype)
+        pairs = load_pairs(entry + LOADS.first, known, LOADS.second, LOADS.second_columns, LOADS.even)
+        values = int8_halves(pairs, LOADS.dtype)
+        scales = (entry + LOADS.first + LOADS.second).to(tl.pointer_type(tl.float32))
+        factors += (tl.load(scales, mask=known, other=0.0), tl.load(scales + 1, mask=known, other=0.0))
+    else:
+        keys = (_plain_tile(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS),)
+        value = entry + tl.full((), LOADS.second_at, tl.int64)
+        values = (_plain_tile(value, known, 0, LOADS.second, LOADS.second_columns, LOADS),)
+    return keys, values, factors
+
+
+@triton.jit
+def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
+    """The values of latents from FIRST on: one tile, or two with `in_pairs`."""
+    left: tl.constexpr = LOADS.first - FIRST
+    COLUMNS: tl.constexpr = LOADS.first_columns
+    if LOADS.format == "fp8_ds_mla":
+        scales = (entry + LOADS.first).to(tl.pointer_type(tl.float32)) + FIRST // SCALE_TILE
+        scale = load_pieces(scales, known, left // SCALE_TILE, COLUMNS // SCALE_TILE)
+        scale = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], SCALE_TILE))
+        scale = tl.reshape(scale, (scale.shape[0], COLUMNS))
+        found = (widened(load_pieces(entry + FIRST, known, left, COLUMNS), scale, LOADS.dtype, LOADS.native),)
+    elif LOADS.ways == 2:
+        found = halves(load_pairs(entry + FIRST, known, left, COLUMNS, LOADS.even), LOADS.dtype, LOADS.native)
+    else:
+        found = (_plain_tile(entry, known, FIRST, left, COLUMNS, LOADS),)
+    return found
+
+
+@triton.jit
+def _rope_tile(entry, known, LOADS: tl.constexpr):
+    """The rotary keys: one tile, or two with `in_pairs`."""
+    COLUMNS: tl.constexpr = LOADS.second_columns
+    if LOADS.format == "fp8_ds_mla":
+        ropes = (entry + LOADS.first + 4 * (LOADS.first // SCALE_TILE)).to(tl.pointer_type(tl.bfloat16))
+        found = (rounded(load_pieces(ropes, known, LOADS.second, COLUMNS), LOADS.dtype),)
+    elif LOADS.ways == 2:
+        pairs = load_pairs(entry + LOADS.first, known, LOADS.second, COLUMNS, LOADS.even)
+        found = halves(pairs, LOADS.dtype, LOADS.native)
+    else:
+        found = (_plain_tile(entry, known, LOADS.first, LOADS.second, COLUMNS, LOADS),)
+    return found
+
+
+@triton.jit
+def _plain_tile(entry, known, FIRST: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, LOADS: tl.constexpr):
+    """SIZE values, from FIRST on, of entries whose elements have type `stored`."""
+    values = load_pieces(entry.to(tl.pointer_type(LOADS.stored)) + FIRST, known, SIZE, COLUMNS)
+    return widened(values, None, LOADS.dtype, LOADS.native) if LOADS.format == "fp8" else rounded(values, LOADS.dtype)
+
+
+LOG2E = tl.constexpr(1.4426950408889634)
+MASKED = tl.constexpr(float("-inf"))
+"""The score of a masked key.  Its weight is 0 for every running maximum, because that is finite."""
+NO_KEYS = tl.constexpr(float(np.finfo(np.float32).min))
+"""The running maximum of a row before its first key.  It is finite, so that a tile of masked keys gives weights of 0
+instead of NaN, and no finite score is below it."""
+HALF_HEADROOM = tl.constexpr(14.0)
+"""float16 weights are at most 2**14 instead of 1.  The smallest float16 is 2**-24, so without this headroom, a weight
+below 2**-24 times the largest would become 0; with it, the limit is 2**-38.
+"""
+POLYNOMIAL_LIMIT = tl.constexpr(0.55)
+"""Below this, `1 - exp2(...)` loses bits to cancellation, and tanh is a polynomial (relative error below 2**-23)."""
+
+
+@triton.jit
+def cap_scores(score, CAP: tl.constexpr, DTYPE: tl.constexpr):
+    """CAP * tanh(score / CAP), multiplied by log2(e).  If CAP is None, `score` is only multiplied.
+
+    DTYPE is the dtype of the weights.  For 16-bit weights, a shorter formula is precise enough near 0.
+    """
+    if CAP is None:
+        result = score * LOG2E
+    else:
+        decay = tl.exp2(tl.abs(score) * (-2 * LOG2E / CAP))
+        size = CAP * LOG2E * (1 - decay) / (1 + decay)
+        result = tl.where(score < 0, -size, size)
+        if tl.float32 == DTYPE:
+            x = score * (1 / CAP)
+            u = x * x
+            series = u * (-0.33332957 + u * (0.13320941 + u * (-0.05268408 + u * 0.01645864)))
+            result = tl.where(tl.abs(x) < POLYNOMIAL_LIMIT, (score + score * series) * LOG2E, result)
+    return result
+
+
+@triton.jit
+def update_max(score, row_max, DTYPE: tl.constexpr):
+    """Adds a tile of scores [rows, keys] to the running maximum `row_max` [rows].
+
+    Returns the weights exp2(score - new maximum) of the tile, the factor [rows] by which earlier sums are rescaled, and
+    the new maximum.  Where weights will be float16 (DTYPE), the maximum is lowered by HALF_HEADROOM.
+    """
+    new_max = tl.max(score, axis=1)
+    if tl.float16 == DTYPE:
+        new_max -= HALF_HEADROOM
+    new_max = tl.maximum(row_max, new_max)
+    return tl.exp2(score - new_max[:, None]), tl.exp2(row_max - new_max), new_max
+
+
+@triton.jit
+def update_sum(row_sum, rescale, weight):
+    """Adds a tile of weights [rows, keys] to the running sums.
+
+    If `row_sum` is [rows], weights are reduced across threads for every tile.  If it is [rows, keys], there is a sum
+    per column of the tile, and these are reduced once at the end.  This takes more registers, but no exchange between
+    threads in the loop.
+    """
+    if len(row_sum.shape) == 1:
+        result = row_sum * rescale + tl.sum(weight, axis=1)
+    else:
+        result = row_sum * rescale[:, None] + weight
+    return result
+
+
+@triton.jit
+def normalizer(row_sum):
+    """The divisor of results: the row sum, or 1 for rows without keys."""
+    return tl.where(row_sum == 0, 1.0, row_sum)
+
+
+@triton.jit
+def normalizer_with_sink(row_max, row_sum, sink):
+    """Like `normalizer`, with one more key whose score is `sink` (natural, not base 2) and whose value is 0."""
+    return normalizer(row_sum) + tl.exp2(sink * LOG2E - tl.where(row_sum == 0, 0.0, row_max))
+
+
+@triton.jit
+def log2_sum(row_max, row_sum):
+    """log2 of the sum of exponentials: -inf for rows without keys."""
+    return tl.where(row_sum == 0, float("-inf"), row_max + tl.log2(normalizer(row_sum)))
+
+
+@triton.jit
+def load_range(work_tiles, index):
+    """Loads the columns of a work tile except its request: first token, end, and whether it is a split."""
+    tile = work_tiles + index * 4
+    return tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+
+
+@triton.jit
+def query_rows(group, KV_HEADS: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.constexpr, ROWS: tl.constexpr):
+    """The KV head and the query rows of program `group` of a work tile.
+
+    For each of ROWS rows, it returns the query token, the index among the Q_LEN * HEADS rows of the request, and
+    whether that row exists.
+    """
+    SHARING: tl.constexpr = HEADS // KV_HEADS
+    head = group % KV_HEADS
+    row = group // KV_HEADS * ROWS + tl.arange(0, ROWS)
+    token = row // SHARING
+    line = row
+    if KV_HEADS > 1:
+        line = token * HEADS + head * SHARING + row % SHARING
+    return head, token, line, token < Q_LEN
+
+
+@triton.jit
+def _visible(known, position, sight, Q_LEN: tl.constexpr, WINDOW: tl.constexpr):
+    """A mask of the visible keys, [1 or rows, keys].
+
+    A key is visible if it is `known` (its position is in the work tile and its block in the cache), and if its
+    `position` [keys] is within the window and before `sight` [rows], the end of what the row's query token sees.
+    """
+    visible = known[None, :]
+    if Q_LEN > 1:
+        visible = visible & (position[None, :] < sight[:, None])
+    if WINDOW is not None:
+        visible = visible & (position[None, :] >= sight[:, None] - WINDOW)
+    return visible
+
+
+@triton.jit
+def _scores(q, k, score):
+    """`score` [rows, keys] plus the products of tiles `q` [rows, n] with the corresponding tiles `k` [keys, n]."""
+    for i in tl.static_range(len(k)):
+        score = dot(q[i], tl.trans(k[i]), score)
+    return score
+
+
+@triton.jit
+def attend_tiles(
+    q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
+    PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, CONFIG: tl.constexpr, SUM_PER_COLUMN: tl.constexpr,
+):  # fmt: skip
+    """Attends with the query tiles `q` to the tokens from `begin` to `end` of a request.
+
+    One iteration per tile of keys, as a timeline (loads are asynchronous copies, up to CONFIG.stages tiles ahead):
+
+        blocks of tile i + 1   loaded (addresses depend on them, so they are one tile ahead of the keys)
+        keys of tile i + 1     load ......................................... arrive
+        tile i                 scores = q k^T | mask | max, weights | acc = acc * rescale + weights v
+
+    `table` [B, TABLE] holds ids of blocks of TABLE_BLOCK tokens: blocks of the cache, or slots if TABLE_BLOCK is 1.
+
+    Returns the unnormalized sums (a tuple of float32 [rows, columns], one per tile of values), the running maximum
+    [rows], and the row sums ([rows], or [rows, keys] with SUM_PER_COLUMN).
+    """
+    ROWS: tl.constexpr = CONFIG.rows
+    KEYS: tl.constexpr = CONFIG.keys
+    VALUE_TILES: tl.constexpr = LOADS.value_tiles
+    VALUE_COLUMNS: tl.constexpr = LOADS.value_columns
+    acc = ()
+    for _ in tl.static_range(VALUE_TILES):
+        acc += (tl.zeros((ROWS, VALUE_COLUMNS), tl.float32),)
+    layer = tl.load(layers)
+    blocks = slots_of(layer, PAGES) // TABLE_BLOCK
+    table += request.to(tl.int64) * TABLE
+    key = tl.arange(0, KEYS)
+    block = tl.load(table + (begin + key) // TABLE_BLOCK, mask=begin + key < end, other=-1)
+    length = tl.minimum(tl.load(seq_lens + request), TABLE * TABLE_BLOCK)
+    sight = length - (Q_LEN - 1) + token
+    row_max = tl.full((ROWS,), NO_KEYS, tl.float32)
+    row_sum = tl.zeros((ROWS, KEYS) if SUM_PER_COLUMN else (ROWS,), tl.float32)
+    for start in tl.range(begin, end, KEYS):
+        position = start + key
+        known = (block >= 0) & (block < blocks)
+        slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
+        ahead = position + KEYS
+        block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
+        k, v, factors = load_keys_and_values(token_address(buffer, layer, slot, head, PAGES), known, LOADS)
+        score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
+        if LOADS.per_token:
+            score *= factors[0][None, :]
+        visible = _visible(known, position, sight, Q_LEN, WINDOW)
+        score = tl.where(visible, cap_scores(score * scale, CAP, LOADS.dtype), MASKED)
+        weight, rescale, row_max = update_max(score, row_max, LOADS.dtype)
+        row_sum = update_sum(row_sum, rescale, weight)
+        if LOADS.per_token:
+            weight *= factors[1][None, :]
+        weight = rounded(weight, LOADS.dtype)
+        sums = ()
+        for i in tl.static_range(len(v)):
+            sums += (dot(weight, v[i], acc[i] * rescale[:, None]),)
+        acc = sums
+    return acc, row_max, tl.sum(row_sum, axis=1) if SUM_PER_COLUMN else row_sum
+
+
+@triton.jit
+def store_results(
+    acc, row_max, row_sum, out, lse, split_out, split_lse, sinks, index, request, is_split, line, live, head_of_row,
+    ALL: tl.constexpr, SIZE: tl.constexpr, SINKS: tl.constexpr,
+):  # fmt: skip
+    """Stores rows of whole requests to `out` [B, ALL, SIZE] and `lse` [B, ALL], those of splits to `split_*`.
+
+    Both are normalized.  The LSE of a whole request is natural, that of a split in base 2.  Sinks must count once per
+    request, so `combine` adds them to split requests.
+    """
+    divisor = normalizer(row_sum)
+    if SINKS:
+        sink = tl.load(sinks + head_of_row, mask=live)
+        divisor = tl.where(is_split == 0, normalizer_with_sink(row_max, row_sum, sink), divisor)
+    rows = ()
+    for i in tl.static_range(len(acc)):
+        rows += (acc[i] / divisor[:, None],)
+    log2 = log2_sum(row_max, row_sum)
+    if is_split == 0:
+        row = request.to(tl.int64) * ALL + line
+        _store_rows(out, row, live, rows, SIZE)
+        tl.store(lse + row, log2 / LOG2E, mask=live)
+    else:
+        row = index.to(tl.int64) * ALL + line
+        _store_rows(split_out, row, live, rows, SIZE)
+        tl.store(split_lse + row, log2, mask=live)
+
+
+@triton.jit
+def _store_rows(array, row, live, tiles, SIZE: tl.constexpr):
+    """Stores tiles of adjacent columns to rows `row` [n] of `array` [..., SIZE]."""
+    for i in tl.static_range(len(tiles)):
+        column = i * tiles[i].shape[1] + tl.arange(0, tiles[i].shape[1])
+        target = array + row[:, None] * SIZE + column[None, :]
+        result = rounded(tiles[i], array.dtype.element_ty)
+        tl.store(target, result, mask=live[:, None] & (column < SIZE)[None, :])

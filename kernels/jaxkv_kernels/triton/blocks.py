@@ -1,0 +1,175 @@
+"""Copying, reading and writing whole blocks as runs of memory, in chunks.
+
+A run is a contiguous part of a block in the cache.  Concatenated, the runs of a block are the exported block.  A
+program moves one chunk of a run, at most CHUNK bytes.  Within a launch, no program reads what another one writes.
+
+`copy_blocks` reads all blocks before any is overwritten.  If the destination of a pair is not the source of any pair,
+the first kernel copies it directly.  It reads the sources of the other pairs into a temporary array, and a second
+kernel writes these to their destinations, after every source has been read.  The array has room for all pairs, because
+only the device knows which ones it has to hold.
+
+What bounds them: memory bandwidth.  A chunk is 64 bytes per thread, 16 registers, and takes no shared memory.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import gcd, prod
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.addressing import Pages, runs_of
+from jaxkv_kernels.calls import BlocksCall, CopyBlocks, ReadBlocks, WriteBlocks
+from jaxkv_kernels.triton.language import tl, triton
+from jaxkv_kernels.triton.launch import launch
+from jaxkv_kernels.triton.tiles import in_bytes
+
+CHUNK, WARPS = 8192, 4
+
+RUN_LIMIT = 2**31 - 2**13
+"""The most elements of a block.  Kernels count them in int32, in chunks of at most 2**13."""
+
+WORDS = {1: tl.uint8, 2: tl.uint16, 4: tl.uint32, 8: tl.uint64}
+
+
+def unsupported_reasons(call: BlocksCall) -> Iterator[str]:
+    """Reasons against a call that moves whole blocks."""
+    if call.pages.block_elements > RUN_LIMIT:
+        yield f"blocks of {call.pages.block_elements} elements: supports at most {RUN_LIMIT}"
+
+
+@dataclass(frozen=True)
+class BlockRuns:
+    """The places of a block's runs, in bytes.  Kernels receive it as a constant."""
+
+    num_blocks: int
+    block_stride: int
+    offset: int
+    axes: tuple[tuple[int, int], ...]
+    """Three of (count, stride), outermost in memory first."""
+    length: int
+    """Words per run."""
+    word: tl.dtype
+    """The widest type to whose size all addresses are aligned."""
+    word_bytes: int
+
+    @property
+    def count(self) -> int:
+        """Runs per block."""
+        return prod(count for count, _ in self.axes)
+
+    @property
+    def chunk(self) -> int:
+        """The number of words that a program moves, a power of two."""
+        return min(CHUNK // self.word_bytes, triton.next_power_of_2(self.length))
+
+    @property
+    def chunks(self) -> int:
+        """Chunks per run."""
+        return triton.cdiv(self.length, self.chunk)
+
+
+def block_runs(pages: Pages, itemsize: int) -> BlockRuns:
+    """The fewest runs that the strides allow, for a buffer whose elements have `itemsize` bytes."""
+    pages = in_bytes(pages, itemsize)
+    runs = runs_of(pages)
+    axes = [(1, 0)] * (3 - len(runs.axes)) + [(count, stride) for _, count, stride in runs.axes]
+    word = gcd(8, runs.length, runs.offset, pages.block_stride, *(stride for _, stride in axes))
+    length = runs.length // word
+    return BlockRuns(pages.num_blocks, pages.block_stride, runs.offset, tuple(axes), length, WORDS[word], word)
+
+
+@triton.jit
+def chunk_of(RUNS: tl.constexpr):
+    """The chunk of this program: the position of its block in the call's ids, its run, and its words of the run."""
+    chunk = tl.program_id(0)
+    run = chunk // RUNS.chunks
+    return run // RUNS.count, run % RUNS.count, chunk % RUNS.chunks * RUNS.chunk + tl.arange(0, RUNS.chunk)
+
+
+@triton.jit
+def in_cache(buffer, block, run, word, RUNS: tl.constexpr):
+    """Pointers to the words of a run of a block of the cache."""
+    address = RUNS.offset + block.to(tl.int64) * RUNS.block_stride
+    for axis in tl.static_range(2, -1, -1):
+        address += (run % RUNS.axes[axis][0]).to(tl.int64) * RUNS.axes[axis][1]
+        run = run // RUNS.axes[axis][0]
+    return (buffer.to(tl.pointer_type(tl.uint8)) + address).to(tl.pointer_type(RUNS.word)) + word
+
+
+@triton.jit
+def in_row(rows, i, run, word, RUNS: tl.constexpr):
+    """Pointers to the words of a run in row `i` of an array of exported blocks."""
+    start = (i.to(tl.int64) * RUNS.count + run) * RUNS.length
+    return rows.to(tl.pointer_type(RUNS.word)) + start + word
+
+
+@jax.jit
+def read_blocks(call: ReadBlocks) -> jax.Array:
+    """Blocks as rows [n, block_elements]; rows of ids outside the cache are 0."""
+    rows = jax.ShapeDtypeStruct((call.blocks.size, call.pages.block_elements), call.buffer.dtype)
+    if not call.blocks.size:
+        return jnp.zeros(rows.shape, rows.dtype)
+    runs = block_runs(call.pages, call.buffer.dtype.itemsize)
+    grid = (call.blocks.size * runs.count * runs.chunks,)
+    return launch(_read_blocks, (call.buffer, call.blocks), (rows,), grid=grid, warps=WARPS, RUNS=runs)[0]
+
+
+@triton.jit
+def _read_blocks(buffer, blocks, rows, RUNS: tl.constexpr):
+    i, run, word = chunk_of(RUNS)
+    block = tl.load(blocks + i)
+    if (block >= 0) & (block < RUNS.num_blocks):
+        values = tl.load(in_cache(buffer, block, run, word, RUNS), mask=word < RUNS.length)
+    else:
+        values = tl.zeros(word.shape, RUNS.word)
+    tl.store(in_row(rows, i, run, word, RUNS), values, mask=word < RUNS.length)
+
+
+@jax.jit
+def write_blocks(call: WriteBlocks) -> jax.Array:
+    """The buffer with blocks overwritten by rows; ids outside the cache are skipped."""
+    if not call.blocks.size:
+        return call.buffer
+    runs = block_runs(call.pages, call.buffer.dtype.itemsize)
+    grid = (call.blocks.size * runs.count * runs.chunks,)
+    operands = call.data, call.blocks
+    return launch(_write_blocks, operands, updated=(call.buffer,), grid=grid, warps=WARPS, RUNS=runs)[0]
+
+
+@triton.jit
+def _write_blocks(rows, blocks, buffer, RUNS: tl.constexpr):
+    i, run, word = chunk_of(RUNS)
+    block = tl.load(blocks + i)
+    if (block >= 0) & (block < RUNS.num_blocks):
+        values = tl.load(in_row(rows, i, run, word, RUNS), mask=word < RUNS.length)
+        tl.store(in_cache(buffer, block, run, word, RUNS), values, mask=word < RUNS.length)
+
+
+@jax.jit
+def copy_blocks(call: CopyBlocks) -> jax.Array:
+    """The buffer with blocks `src` copied over blocks `dst`; pairs with an id outside the cache are skipped."""
+    src, dst, pages = call.src, call.dst, call.pages
+    if not src.size:
+        return call.buffer
+    runs = block_runs(pages, call.buffer.dtype.itemsize)
+    good = (src >= 0) & (src < pages.num_blocks) & (dst >= 0) & (dst < pages.num_blocks)
+    awaited = (dst[:, None] == src).any(axis=1)
+    now, later = jnp.where(good & ~awaited, dst, -1), jnp.where(good & awaited, dst, -1)
+    rows = jax.ShapeDtypeStruct((src.size, pages.block_elements), call.buffer.dtype)
+    grid = (src.size * runs.count * runs.chunks,)
+    operands = src, now, later
+    buffer, held = launch(_copy_blocks, operands, (rows,), updated=(call.buffer,), grid=grid, warps=WARPS, RUNS=runs)
+    return write_blocks(WriteBlocks(buffer=buffer, blocks=later, data=held, pages=pages))
+
+
+@triton.jit
+def _copy_blocks(src, now, later, buffer, held, RUNS: tl.constexpr):
+    i, run, word = chunk_of(RUNS)
+    target, waits = tl.load(now + i), tl.load(later + i) >= 0
+    if (target >= 0) | waits:
+        values = tl.load(in_cache(buffer, tl.load(src + i), run, word, RUNS), mask=word < RUNS.length)
+        if waits:
+            tl.store(in_row(held, i, run, word, RUNS), values, mask=word < RUNS.length)
+        else:
+            tl.store(in_cache(buffer, target, run, word, RUNS), values, mask=word < RUNS.length)

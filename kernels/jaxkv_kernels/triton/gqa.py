@@ -1,0 +1,187 @@
+"""Grouped-query and multi-head attention over paged keys and values.
+
+It computes softmax(scale * q . k) . v per query head.  Each KV head is shared by (query heads / KV heads) query heads.
+
+A program processes a work tile of the plan (a range of a request's tokens) for a tile of query rows (query tokens x
+query heads of one KV head), and runs the loop of `attention.py`.
+
+What bounds it: memory bandwidth.  `kv_config` sizes tiles so that several programs per multiprocessor keep loads in
+flight.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.calls import DecodeKV, PlanDecode
+from jaxkv_kernels.formats.entries import KVEntry
+from jaxkv_kernels.logit_cap import too_large
+from jaxkv_kernels.triton.attention import (
+    Config,
+    EntryLoads,
+    attend_tiles,
+    empty_reasons,
+    join_columns,
+    load_range,
+    next_power_of_two,
+    padded_rows,
+    query_rows,
+    split_columns,
+    store_results,
+)
+from jaxkv_kernels.triton.codecs import has_e4m3
+from jaxkv_kernels.triton.entries import second_part
+from jaxkv_kernels.triton.language import tl, triton
+from jaxkv_kernels.triton.launch import capability, element_type, launch
+from jaxkv_kernels.triton.splits import Plan, combine, plan_requests
+from jaxkv_kernels.triton.tiles import in_bytes, load_pieces
+from jaxkv_kernels.tuning import configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class KVConfig(Config):
+    """The configuration of the kernel of `decode_kv`."""
+
+
+def kv_config(entry, rows: int, dtype) -> KVConfig:
+    """The configuration in use for keys and values of `entry` and `rows` rows of queries of `dtype` per KV head."""
+    return configuration(_default_kv_config(entry, rows, dtype))
+
+
+def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
+    """The default for keys and values of `entry` and `rows` rows of queries of `dtype` per KV head.
+
+    Memory bandwidth is the limit, and several small programs per multiprocessor keep more loads in flight than one
+    large program.  For 128 + 128 bf16 values, a program with 16 rows, 64 keys and 4 warps takes 38 KiB of shared
+    memory.  With Triton 3.6, it takes 118 registers per thread, so that four programs fit on sm_90; with Triton 3.9, it
+    takes 140, and three fit.  With heads wider than 128, tiles have half as many keys, so that their size in bytes is
+    the same.  float32 products keep all operands in registers, which limits tiles to 16 x 16.
+
+    With up to 16 rows, tiles of `int8` and `nvfp4` entries have 128 keys, which are 34 and 18 KiB.  On an H200, 64
+    requests of 8,192 tokens with 64 heads and 8 KV heads take 0.382 and 0.410 ms, instead of 0.620 and 0.439 with 64
+    keys.  Two stages take 0.360 and 0.408 ms, but spill 8 to 16 bytes per thread on some GPUs; three do on sm_89.
+
+    With heads wider than 256, a program with 32 rows and 16 keys takes 96 KiB of shared memory, and its results 64
+    registers per thread of 8 warps.
+    """
+    widest = max(entry.sizes)
+    if jnp.dtype(dtype) == jnp.float32:
+        return KVConfig(rows=16, keys=16, warps=8 if widest > 256 else 4, stages=1, programs_per_sm=2)
+    if widest > 256:
+        return KVConfig(rows=padded_rows(rows, 32), keys=16, warps=8, stages=2, programs_per_sm=2)
+    if entry.format in ("int8", "nvfp4") and rows <= 16 and widest <= 128:
+        stages = 1 if capability() == 89 else 3
+        return KVConfig(rows=16, keys=128, warps=4, stages=stages, programs_per_sm=2, split_multiple=128)
+    keys = 32 if widest > 128 else 64
+    return KVConfig(rows=padded_rows(rows, 64), keys=keys, warps=8 if rows > 32 else 4, stages=2, programs_per_sm=4)
+
+
+HEAD_DIM = 512
+"""The largest keys and values whose tiles fit in shared memory."""
+
+
+def unsupported_reasons(call: DecodeKV) -> Iterator[str]:
+    """Reasons against a call."""
+    yield from empty_reasons(q=call.q, block_tables=call.block_tables)
+    yield from entry_reasons(call.entry, call.q.dtype)
+    yield from too_large(call.logit_cap)
+
+
+def entry_reasons(entry: KVEntry, dtype) -> Iterator[str]:
+    """Reasons against entries of this format and these sizes, with queries of `dtype`."""
+    if entry.format == "int8" and dtype == "float16":
+        # Weights are multiplied by the scales of values, which may be too small for float16.
+        yield "`q` of float16: supports bfloat16 and float32 with entries of format 'int8'"
+    if max(entry.sizes) > HEAD_DIM:
+        yield f"entries of {' + '.join(map(str, entry.sizes))} values: supports at most {HEAD_DIM} of each"
+
+
+def plan_kv(call: PlanDecode | DecodeKV, heads: int, q_len: int) -> Plan:
+    """The schedule of `decode_kv` for `heads` query heads and `q_len` query tokens per request."""
+    rows = q_len * (heads // call.pages.num_heads)
+    return plan_requests(call, kv_config(call.entry, rows, call.entry.dtype), rows, q_len)
+
+
+@jax.jit
+def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
+    """Attention to the tokens of each request: out [B, Q, Hq, Dv] and lse [B, Q, Hq].
+
+    Query head i reads KV head i // (Hq / H).
+    """
+    q, buffer, pages, entry, scale = call.q, call.buffer, call.pages, call.entry, call.scale
+    batch, q_len, heads, _ = q.shape
+    plan = plan_kv(call, heads, q_len) if call.plan is None else call.plan
+    rows = q_len * (heads // pages.num_heads)
+    config = kv_config(entry, rows, q.dtype)
+    row_tiles, work_tiles = pages.num_heads * config.row_tiles(rows), plan.work_tiles.shape[0]
+    in_memory = in_bytes(pages, buffer.dtype.itemsize)
+    loads = _loads(entry, in_memory, element_type(q.dtype), second_part(entry, pages, buffer.dtype.itemsize))
+    one = (1,)
+    scales = [jnp.reshape(scale if x is None else x, (-1,)) for x in (call.k_scale, call.v_scale)]
+    split_shape = (work_tiles if plan.may_split else 1, q_len * heads)
+    out, lse, split_out, split_lse = launch(
+        _attend_kv,
+        (
+            q, buffer, call.block_tables, call.seq_lens, plan.work_tiles, jnp.reshape(call.layer, one),
+            jnp.reshape(scale, one), *scales,
+        ),
+        (
+            jax.ShapeDtypeStruct((batch, q_len, heads, entry.value_dim), q.dtype),
+            jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
+            jax.ShapeDtypeStruct((*split_shape, entry.value_dim), jnp.float32),
+            jax.ShapeDtypeStruct(split_shape, jnp.float32),
+        ),
+        grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
+        PAGES=in_memory, LOADS=loads, SCALED=entry.codec.scaled,
+        SCALE_STEPS=tuple(int(x.size > 1) for x in scales), TABLE=call.block_tables.shape[1], Q_LEN=q_len, HEADS=heads,
+        ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window, CONFIG=config,
+    )  # fmt: skip
+    if plan.may_split:
+        out, lse = combine(out, lse, split_out, split_lse, plan)
+    return out, lse
+
+
+def _loads(entry, in_memory, dtype, second_at) -> EntryLoads:
+    least = {"nvfp4": 64, "int8": 32}.get(entry.format, 16)  # columns of the smallest product, 16, of each tile
+    first, second = entry.sizes
+    steps = (in_memory.layer_stride, in_memory.block_stride, in_memory.head_stride, in_memory.token_stride)
+    return EntryLoads(
+        format=entry.format, latents=False, first=first, second=second,
+        first_columns=max(least, next_power_of_two(first)), second_columns=max(least, next_power_of_two(second)),
+        stored=element_type(entry.dtype), dtype=dtype, native=has_e4m3(),
+        even=not any(n % 2 for n in (in_memory.offset, *steps, *entry.sizes)), second_at=second_at,
+    )  # fmt: skip
+
+
+@triton.jit
+def _attend_kv(
+    q, buffer, table, seq_lens, work_tiles, layers, scales, k_scales, v_scales, out, lse, split_out, split_lse,
+    PAGES: tl.constexpr, LOADS: tl.constexpr, SCALED: tl.constexpr, SCALE_STEPS: tl.constexpr, TABLE: tl.constexpr,
+    Q_LEN: tl.constexpr, HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
+    CONFIG: tl.constexpr,
+):  # fmt: skip
+    ALL: tl.constexpr = Q_LEN * HEADS
+    index = tl.program_id(0) // ROW_TILES
+    request = tl.load(work_tiles + index * 4)
+    if request < 0:
+        return
+    begin, end, is_split = load_range(work_tiles, index)
+    head, token, line, live = query_rows(tl.program_id(0) % ROW_TILES, PAGES.num_heads, Q_LEN, HEADS, CONFIG.rows)
+    query = q + (request.to(tl.int64) * ALL + line) * LOADS.first
+    queries = split_columns(load_pieces(query, live, LOADS.first, LOADS.first_columns), LOADS.ways)
+    scale = tl.load(scales) * LOADS.unit
+    if SCALED:
+        scale *= tl.load(k_scales + head * SCALE_STEPS[0])
+    acc, row_max, row_sum = attend_tiles(
+        queries, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
+        PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, CONFIG, False,
+    )  # fmt: skip
+    result = join_columns(acc, LOADS.ways) * LOADS.unit
+    if SCALED:
+        result *= tl.load(v_scales + head * SCALE_STEPS[1])
+    store_results(
+        (result,), row_max, row_sum, out, lse, split_out, split_lse, scales, index, request, is_split, line, live,
+        line, ALL, LOADS.second, False,
+    )  # fmt: skip

@@ -1,0 +1,321 @@
+"""Absorbed attention over paged latents: to a request's tokens (`decode_mla`), or selected slots (`decode_mla_sparse`).
+
+The kernel computes softmax(scale * (q_latent . latent + q_pe . rope)) . latent: keys are (latent, rope), values are the
+latents.  For selected slots, every query token is computed as a request of its own, whose block table is its list of
+slots, as blocks of one token.
+
+A program processes a work tile of the plan (a range of a request's tokens) for a tile of query rows (query tokens x
+heads).  It loads each latent once and uses it as key and as value.  It runs the loop of `attention.py`, in which a
+latent is several tiles of `columns` values.
+
+What bounds it.  With few rows: memory bandwidth, which takes two programs per multiprocessor to saturate.  With 64
+rows: registers, half of which hold results, and shared memory, which has room for two tiles of keys.  `latent_config`
+has the budgets.
+
+Operands of products have the queries' dtype.  For `fp8` entries they are float16 instead, which represents every e4m3
+value exactly; the GPU converts two values per instruction (`halves` of `codecs.py`).  Queries are then divided by a
+power of two per row, so that they are in the range of float16.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode
+from jaxkv_kernels.formats.entries import MLAEntry
+from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
+from jaxkv_kernels.logit_cap import too_large
+from jaxkv_kernels.triton.arithmetic import rounded
+from jaxkv_kernels.triton.attention import (
+    Config,
+    EntryLoads,
+    attend_tiles,
+    empty_reasons,
+    load_range,
+    next_power_of_two,
+    padded_rows,
+    query_rows,
+    store_results,
+)
+from jaxkv_kernels.triton.codecs import has_e4m3, in_halves, power_of_two_scale
+from jaxkv_kernels.triton.language import tl, triton
+from jaxkv_kernels.triton.launch import capability, element_type, launch
+from jaxkv_kernels.triton.splits import (
+    Plan,
+    batch_invariant_reasons,
+    combine,
+    make_plan,
+    multiprocessors,
+    plan_requests,
+)
+from jaxkv_kernels.triton.tiles import in_bytes, load_pieces
+from jaxkv_kernels.tuning import configuration
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig(Config):
+    """The configuration of the kernel of `decode_mla` and `decode_mla_sparse`."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {**Config.SEARCH, "columns": (64, 128, 256)}
+
+    columns: int
+    """Values of a latent per product: a power of two, at least 32.  Several smaller products are independent of each
+    other and take fewer registers than one product with all 512 values.
+    """
+
+    def __post_init__(self):
+        super().__post_init__()
+        self._check_power_of_two("columns", least=32)
+
+
+def latent_config(entry, rows: int, dtype) -> LatentConfig:
+    """The configuration in use for latents of `entry` and `rows` rows of queries of `dtype` per request."""
+    return configuration(_default_latent_config(entry, rows, dtype))
+
+
+def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
+    """The default for latents of `entry` and `rows` rows of queries of `dtype` per request.
+
+    A program may have 227 KiB of shared memory on sm_90, 163 on sm_80, 99 on sm_86 and sm_89.  The sizes for sm_90 are
+    the fastest measured on an H200.  Those for other GPUs are the largest that fit their shared memory and registers.
+
+    - float32: products keep all operands of a thread in registers, which limits tiles to 16 x 16.  A tile of keys takes
+      36 KiB, so a second stage would not fit on sm_86.
+    - Up to 16 rows: memory bandwidth is the limit, so two programs share a multiprocessor, and one loads while the
+      other computes.  On sm_90, bf16 takes 91 KiB of shared memory and 168 to 189 registers per thread (Triton 3.6 to
+      3.9).  fp8 takes 92 KiB and 192 to 196 registers with tiles of 64 keys, each of half as many bytes.
+    - More rows on sm_90: tiles of 64 rows and 64 keys.  The queries (72 KiB) and two tiles of keys (72 KiB each) take
+      216 KiB, and the results 128 registers per thread of 8 warps.  fp8_ds_mla has a third stage of raw bytes: 226 KiB.
+    - More rows on other GPUs: tiles of 32 keys fit.  64 rows fit on sm_80 only, and only for entries that are not
+      decoded, because decoded values need more memory.
+    """
+    if jnp.dtype(dtype) == jnp.float32:
+        return LatentConfig(rows=16, keys=16, columns=128, warps=4, stages=1, programs_per_sm=1)
+    arch = capability()
+    large_shared_memory = arch in (80, 90)
+    if rows <= 16:
+        if entry.codec.scaled and arch == 90:
+            return LatentConfig(rows=16, keys=64, columns=64, warps=4, stages=3, programs_per_sm=2)
+        columns = 64 if entry.codec.scaled else 128
+        stages, programs = (3, 2) if large_shared_memory else (2, 1)
+        return LatentConfig(rows=16, keys=32, columns=columns, warps=4, stages=stages, programs_per_sm=programs)
+    quantized = entry.dtype.itemsize == 1
+    columns = 256 if entry.codec.scaled else 128
+    if arch == 90:
+        stages = 3 if quantized else 2
+        return LatentConfig(
+            rows=padded_rows(rows, 64), keys=64, columns=columns, warps=8, stages=stages, programs_per_sm=1
+        )
+    most = 64 if large_shared_memory and not quantized else 32
+    return LatentConfig(rows=padded_rows(rows, most), keys=32, columns=columns, warps=8, stages=2, programs_per_sm=1)
+
+
+SMALLEST_EXPONENT = tl.constexpr(-100)
+"""The smallest exponent of the powers of two that queries are divided by.  Rows of zeros get this one."""
+
+
+LATENT, ROPE = 512, 64
+"""The largest parts of entries whose tiles fit in shared memory."""
+
+
+def unsupported_reasons(call: DecodeMLA) -> Iterator[str]:
+    """Reasons against a call of `decode_mla`."""
+    yield from empty_reasons(q_latent=call.q_latent, block_tables=call.block_tables)
+    yield from entry_reasons(call.entry)
+    yield from too_large(call.logit_cap)
+
+
+def sparse_unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
+    """Reasons against a call of `decode_mla_sparse`."""
+    if call.extra is not None:
+        yield "`extra`: supports one cache per call"
+    yield from empty_reasons(q_latent=call.q_latent, slots=call.slots)
+    yield from entry_reasons(call.entry)
+    yield from too_large(call.logit_cap)
+    yield from batch_invariant_reasons(call)
+
+
+def entry_reasons(entry: MLAEntry) -> Iterator[str]:
+    """Reasons against entries of these sizes."""
+    latent, rope = entry.sizes
+    if latent > LATENT or rope > ROPE:
+        yield f"entries of {latent} + {rope} values: supports at most {LATENT} + {ROPE}"
+
+
+def plan_latents(call: PlanDecode | DecodeMLA, heads: int, q_len: int) -> Plan:
+    """The schedule of `decode_mla` for `heads` query heads and `q_len` query tokens per request."""
+    rows = q_len * heads
+    return plan_requests(call, latent_config(call.entry, rows, call.entry.dtype), rows, q_len)
+
+
+@jax.jit
+def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
+    """Attention to the tokens of each request: out [B, Q, Hq, R] and lse [B, Q, Hq]."""
+    _, q_len, heads, _ = call.q_latent.shape
+    if call.plan is None:
+        call = replace(call, plan=plan_latents(call, heads, q_len))
+    return _attend(call, call.pages.block_size)
+
+
+@jax.jit
+def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
+    """Attention of each query token to its slots: out [B, Q, Hq, R] and lse [B, Q, Hq]."""
+    batch, q_len, heads, _ = call.q_latent.shape
+    requests, size = batch * q_len, call.slots.shape[-1]
+    config = latent_config(call.entry, heads, call.entry.dtype)
+    options = dict(
+        config=config, row_tiles=config.row_tiles(heads), q_len=1, window=None, longest=size, sms=multiprocessors()
+    )
+    if call.counts is None:
+        # All lengths are known at trace time, and therefore also the number of work tiles.
+        with jax.ensure_compile_time_eval():
+            lengths = jnp.full(requests, size, jnp.int32)
+            plan = make_plan(lengths, **options)
+            plan = replace(plan, work_tiles=plan.work_tiles[: int(plan.tiles_per_request.sum())])
+    else:
+        lengths = call.counts.reshape(requests)
+        plan = make_plan(lengths, **options)
+    of_tokens = DecodeMLA(
+        buffer=call.buffer,
+        pages=call.pages,
+        layer=call.layer,
+        entry=call.entry,
+        block_tables=call.slots.reshape(requests, size),
+        seq_lens=lengths,
+        scale=call.scale,
+        plan=plan,
+        logit_cap=call.logit_cap,
+        window=None,
+        q_latent=call.q_latent.reshape(requests, 1, heads, -1),
+        q_pe=call.q_pe.reshape(requests, 1, heads, -1),
+        kv_scale=call.kv_scale,
+    )
+    out, lse = _attend(of_tokens, 1, call.sinks)
+    return out.reshape(call.q_latent.shape), lse.reshape(batch, q_len, heads)
+
+
+def _attend(call: DecodeMLA, table_block: int, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
+    """Attention of a call with a plan.
+
+    Its `block_tables` have the ids of blocks of `table_block` tokens: blocks of the cache, or slots if that is 1.
+    """
+    plan: Plan = call.plan
+    buffer, table, scale, q_latent = call.buffer, call.block_tables, call.scale, call.q_latent
+    batch, q_len, heads, latent = q_latent.shape
+    dtype = q_latent.dtype
+    config = latent_config(call.entry, q_len * heads, dtype)
+    row_tiles, work_tiles = config.row_tiles(q_len * heads), plan.work_tiles.shape[0]
+    in_memory = in_bytes(call.pages, buffer.dtype.itemsize)
+    one = (1,)
+    split_shape = (work_tiles if plan.may_split else 1, q_len * heads)
+    out, lse, split_out, split_lse = launch(
+        _attend_latents,
+        (
+            q_latent, call.q_pe, buffer, table, call.seq_lens, plan.work_tiles, jnp.reshape(call.layer, one),
+            jnp.reshape(scale, one), jnp.reshape(scale if call.kv_scale is None else call.kv_scale, one),
+            scale if sinks is None else sinks,
+        ),
+        (
+            jax.ShapeDtypeStruct(q_latent.shape, dtype),
+            jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
+            jax.ShapeDtypeStruct((*split_shape, latent), jnp.float32),
+            jax.ShapeDtypeStruct(split_shape, jnp.float32),
+        ),
+        grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
+        PAGES=in_memory, LOADS=_loads(call.entry, in_memory, config.columns, dtype), TABLE=table.shape[1],
+        TABLE_BLOCK=table_block, Q_LEN=q_len, HEADS=heads, ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window,
+        SINKS=sinks is not None, CONFIG=config,
+    )  # fmt: skip
+    if plan.may_split:
+        out, lse = combine(out, lse, split_out, split_lse, plan, sinks)
+    return out, lse
+
+
+def _loads(entry, in_memory, columns, dtype) -> EntryLoads:
+    if entry.format == "fp8_ds_mla" and columns % TILE:
+        raise ValueError(f"`columns` is {columns}: expected a multiple of {TILE} for fp8_ds_mla")
+    latent, rope = entry.sizes
+    least = 32 if entry.codec.scaled else 16  # columns of the smallest product; twice that if a load gives two tiles
+    steps = (in_memory.offset, in_memory.layer_stride, in_memory.block_stride, in_memory.token_stride)
+    operands = jnp.float16 if entry.codec.scaled and dtype != jnp.float32 else dtype
+    return EntryLoads(
+        format=entry.format, latents=True, first=latent, second=rope,
+        first_columns=min(columns, max(least, next_power_of_two(latent))),
+        second_columns=max(least, next_power_of_two(rope)),
+        stored=element_type(entry.dtype), dtype=element_type(operands), native=has_e4m3(),
+        even=not any(n % 2 for n in (*steps, *entry.sizes)),
+    )  # fmt: skip
+
+
+@triton.jit
+def _power_of_two_per_row(tiles):
+    """Powers of two [n] that bring rows of tiles [n, m] within the range of float16; NaN for rows with a NaN."""
+    largest = tl.zeros((tiles[0].shape[0],), tl.float32)
+    for i in tl.static_range(len(tiles)):
+        largest = tl.maximum(largest, tl.max(tl.abs(tiles[i].to(tl.float32)), axis=1))
+    return power_of_two_scale(largest[:, None], SMALLEST_EXPONENT)[0]
+
+
+@triton.jit
+def _split_into_pairs(tiles, divisor, DTYPE: tl.constexpr):
+    """Divides tiles of queries by `divisor` [n], and splits each into a tile of its even and one of its odd columns."""
+    found = ()
+    for i in tl.static_range(len(tiles)):
+        low, high = in_halves(rounded(tiles[i].to(tl.float32) / divisor[:, None], DTYPE))
+        found += (low, high)
+    return found
+
+
+@triton.jit
+def _join_pairs(halves, factor):
+    """Tiles made from the tiles `halves` of their even and odd columns, multiplied by `factor`."""
+    found = ()
+    for i in tl.static_range(len(halves) // 2):
+        found += (tl.interleave(halves[2 * i], halves[2 * i + 1]) * factor,)
+    return found
+
+
+@triton.jit
+def _attend_latents(
+    q_latent, q_pe, buffer, table, seq_lens, work_tiles, layers, scales, kv_scales, sinks,
+    out, lse, split_out, split_lse,
+    PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
+    HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
+    CONFIG: tl.constexpr,
+):  # fmt: skip
+    LATENT: tl.constexpr = LOADS.first
+    ROPE: tl.constexpr = LOADS.second
+    COLUMNS: tl.constexpr = LOADS.first_columns
+    NUM_LOADS: tl.constexpr = LOADS.loads
+    index = tl.program_id(0) // ROW_TILES
+    request = tl.load(work_tiles + index * 4)
+    if request < 0:
+        return
+    begin, end, is_split = load_range(work_tiles, index)
+    head, token, line, live = query_rows(tl.program_id(0) % ROW_TILES, 1, Q_LEN, HEADS, CONFIG.rows)
+    query = request.to(tl.int64) * (Q_LEN * HEADS) + line
+    q = ()
+    for i in tl.static_range(NUM_LOADS):
+        q += (load_pieces(q_latent + query * LATENT + i * COLUMNS, live, LATENT - i * COLUMNS, COLUMNS),)
+    q_rope = (load_pieces(q_pe + query * ROPE, live, ROPE, LOADS.second_columns),)
+    scale = tl.load(scales)
+    if LOADS.ways == 2:
+        divisor = _power_of_two_per_row(q + q_rope)
+        scale *= tl.load(kv_scales) * divisor[:, None]
+        q, q_rope = _split_into_pairs(q, divisor, LOADS.dtype), _split_into_pairs(q_rope, divisor, LOADS.dtype)
+
+    # With few rows, enough registers are left for a row sum per column.
+    SUM_PER_COLUMN: tl.constexpr = LOADS.ways == 2 and LOADS.native and CONFIG.rows < 64
+    acc, row_max, row_sum = attend_tiles(
+        q_rope + q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
+        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, CONFIG, SUM_PER_COLUMN,
+    )  # fmt: skip
+    if LOADS.ways == 2:
+        acc = _join_pairs(acc, tl.load(kv_scales))
+    store_results(
+        acc, row_max, row_sum, out, lse, split_out, split_lse, sinks, index, request, is_split, line, live,
+        line % HEADS, Q_LEN * HEADS, LATENT, SINKS,
+    )  # fmt: skip

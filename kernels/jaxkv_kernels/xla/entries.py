@@ -1,0 +1,109 @@
+"""Storing new entries at slots of a layer, reading the entries of ragged runs of tokens, and states of requests."""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from jaxkv_kernels.addressing import load_entries, ragged_slots, store_entries
+from jaxkv_kernels.calls import (
+    CacheCall,
+    GatherCall,
+    GatherEntries,
+    GatherIndexerK,
+    GatherKV,
+    GatherMLA,
+    ReadState,
+    WriteIndexerK,
+    WriteKV,
+    WriteMLA,
+    WriteState,
+)
+from jaxkv_kernels.rotary import rotated
+
+
+@jax.jit
+def write_mla(call: WriteMLA) -> jax.Array:
+    """The buffer with latents and rotary keys stored, these rotated by `cos_sin` unless that is None."""
+    k_pe = call.k_pe
+    if call.cos_sin is not None:
+        k_pe = rotated(k_pe, call.cos_sin, interleaved=call.interleaved)
+    return _stored(call, (call.kv_c, k_pe), call.slot_mapping, (call.kv_scale, call.kv_scale))
+
+
+@jax.jit
+def write_kv(call: WriteKV) -> jax.Array:
+    """The buffer with keys and values stored."""
+    return _stored(call, (call.k, call.v), call.slot_mapping, (call.k_scale, call.v_scale))
+
+
+@jax.jit
+def write_indexer_k(call: WriteIndexerK) -> jax.Array:
+    """The buffer with indexer keys stored."""
+    return _stored(call, (call.k,), call.slot_mapping)
+
+
+@jax.jit
+def write_state(call: WriteState) -> jax.Array:
+    """The buffer with states stored."""
+    sizes = call.entry.named_sizes.items()
+    return _stored(call, [call.states[name].reshape(call.slots.size, size) for name, size in sizes], call.slots)
+
+
+def _stored(call: CacheCall, values: Sequence[jax.Array], slots: jax.Array, scales=(None, None)) -> jax.Array:
+    """The buffer with values [T, (H,) n_i] stored at slots [T] of the layer."""
+    rows = call.entry.encode(values, scales)
+    if call.entry.one_head:
+        rows = rows[:, None]
+    return store_entries(call.buffer, call.pages, call.entry, rows, slots, call.layer)
+
+
+@jax.jit
+def gather_mla(call: GatherMLA) -> tuple[jax.Array, jax.Array]:
+    """Latents and rotary keys; rows without a token are 0."""
+    rows, valid = _gathered(call)
+    kv_c, k_pe = call.entry.decode(rows[:, 0], call.dtype, (call.kv_scale, call.kv_scale))
+    return jnp.where(valid[:, None], kv_c, 0), jnp.where(valid[:, None], k_pe, 0)
+
+
+@jax.jit
+def gather_kv(call: GatherKV) -> tuple[jax.Array, jax.Array]:
+    """Keys and values; rows without a token are 0."""
+    rows, valid = _gathered(call)
+    k, v = call.entry.decode(rows, call.dtype, (call.k_scale, call.v_scale))
+    return jnp.where(valid[:, None, None], k, 0), jnp.where(valid[:, None, None], v, 0)
+
+
+@jax.jit
+def gather_indexer_k(call: GatherIndexerK) -> jax.Array:
+    """Indexer keys, dequantised; rows without a token are 0."""
+    rows, valid = _gathered(call)
+    (k,) = call.entry.decode(rows[:, 0], call.dtype)
+    return jnp.where(valid[:, None], k, 0)
+
+
+@jax.jit
+def gather_entries(call: GatherEntries) -> jax.Array:
+    """The bytes of entries; rows without a token are 0."""
+    rows, valid = _gathered(call, jnp.uint8)
+    found = jnp.where(valid[:, None, None], rows, 0)
+    return found[:, 0] if call.entry.one_head else found
+
+
+@jax.jit
+def read_state(call: ReadState) -> dict[str, jax.Array]:
+    """States by name; those of slots outside the cache are 0."""
+    rows, valid = load_entries(call.buffer, call.pages, call.entry, call.slots, call.layer)
+    return call.entry.named([jnp.where(valid[:, None], x, 0) for x in call.entry.decode(rows[:, 0], None)])
+
+
+def _gathered(call: GatherCall, dtype=None) -> tuple[jax.Array, jax.Array]:
+    """The encoded entries [total, H, width] of runs of tokens, as elements of `dtype`, and which rows have a token."""
+    slots = ragged_slots(
+        call.block_tables,
+        call.cu_seq_lens,
+        total=call.total,
+        block_size=call.pages.block_size,
+        seq_starts=call.seq_starts,
+    )
+    return load_entries(call.buffer, call.pages, call.entry, slots, call.layer, dtype=dtype)
