@@ -113,7 +113,8 @@ def plan_decode(
       NotImplementedError: none of the requested implementations supports the cache and the queries, or, with
         `batch_invariant`, can be batch-invariant on them.
     """
-    entry: MLAEntry | KVEntry = check_cache(cache, MLAEntry, KVEntry)
+    check_cache(cache, MLAEntry, KVEntry)
+    entry = cache.layout.entry
     if (cu_q_lens is None) != (total is None):
         raise ValueError(f"`total` is {total!r}: expected the number of query tokens with `cu_q_lens`, otherwise None")
     num_heads, pages = positive_int("num_heads", num_heads), cache.layout.pages

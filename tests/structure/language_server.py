@@ -24,7 +24,7 @@ class Step:
     code: CodeType
     line: int
     through: str = ""
-    """The function of another library that called it, if any."""
+    """The package of the functions between the previous step and this one, if there are any."""
 
     @property
     def path(self) -> Path:
@@ -44,7 +44,7 @@ class LanguageServer:
         self._server = subprocess.Popen(
             SERVERS[name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=root
         )
-        self._root, self._next, self._opened = root, 0, set()
+        self._name, self._next, self._opened = name, 0, set()
         folder = {"uri": root.as_uri(), "name": root.name}
         links = {"linkSupport": True}
         self._request(
@@ -93,7 +93,7 @@ class LanguageServer:
                 for node in nodes:
                     for path, number in self._locations(request, caller.path, node):
                         if path == step.path and (role := _role(number, target, step)) is not None:
-                            return f"{request} of `{_name(node)}`{role}, line {node.end_lineno}{where}"
+                            return f"{self._name}: {request} of `{_name(node)}`{role}, line {node.end_lineno}{where}"
         return ""
 
     def _locations(self, request: str, path: Path, node: Any) -> Iterator[tuple[Path, int]]:

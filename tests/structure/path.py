@@ -7,7 +7,7 @@ Each step of a path is a function of jaxkv or jaxkv_kernels that the one before 
 with the implementation's function on `xla`, with the body that Pallas traces on `mosaic_gpu`, and with the launch of a
 kernel on `triton`, whose package must be installed.
 
-With `--definitions`, a language server (pyrefly or pyright, which must be installed) is asked for the definition, or
+With `--definitions`, language servers (pyrefly and pyright, which must be installed) are asked for the definition, or
 the implementation, of the names in the line of each call.  Where they do not lead to the next step, the other names in
 the function are tried, and those in the calls before.
 """
@@ -15,9 +15,9 @@ the function are tried, and those in the calls before.
 import argparse
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from itertools import product
 from pathlib import Path
@@ -135,10 +135,10 @@ def _steps(frame: FrameType) -> list[Step]:
     others: list[str] = []
     for caller in _frames(frame):
         if not _is_ours(caller.f_code):
-            others.append(caller.f_code.co_qualname)
+            others.append(caller.f_globals.get("__name__", "").partition(".")[0])
             continue
         if steps and others:
-            steps[0] = Step(steps[0].code, steps[0].line, others[-1])
+            steps[0] = replace(steps[0], through=others[-1])
         steps.insert(0, Step(caller.f_code, caller.f_lineno))
         others = []
     return steps
@@ -233,15 +233,16 @@ def code_lines(path: Path) -> int:
     return sum(bool(line.strip()) and line.strip()[0] != "#" and n not in documented for n, line in lines)
 
 
-def report(record: Record, form: str, server: LanguageServer | None) -> bool:
+def report(record: Record, form: str, servers: Sequence[LanguageServer]) -> bool:
     """Prints a record, and returns whether every step was resolved."""
     files = record.files
     print(f"\n{record.operation} on {record.implementation}, {form}")
     resolved = True
     for number, step in enumerate(record.path):
         found = ""
-        if server and number:
-            note = server.follows(record.path, number)
+        if servers and number:
+            notes = [server.follows(record.path, number) for server in servers]
+            note = next((note for note in notes if not note.startswith("NOT")), notes[0])
             resolved &= not note.startswith("NOT")
             found = f"   <- {note}"
         through = f"  (through {step.through})" if step.through else ""
@@ -264,9 +265,9 @@ def main() -> int:
     parser.add_argument("--operation", action="append", choices=OPERATIONS, help="default: all four")
     parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS, help="default: all three")
     parser.add_argument("--format", action="append", choices=FORMATS, help="default: both")
-    parser.add_argument("--definitions", choices=SERVERS, help="ask this language server to follow each step")
+    parser.add_argument("--definitions", action="append", choices=SERVERS, help="have this server follow each step")
     options = parser.parse_args()
-    server = LanguageServer(options.definitions, ROOT) if options.definitions else None
+    servers = [LanguageServer(name, ROOT) for name in options.definitions or ()]
     failed = 0
     choices = product(
         options.operation or OPERATIONS, options.implementation or IMPLEMENTATIONS, options.format or FORMATS
@@ -277,8 +278,8 @@ def main() -> int:
         except NotImplementedError as error:
             print(f"\n{operation} on {implementation}, {form}: not traced: {error}")
         else:
-            failed += not report(record, form, server)
-    if server:
+            failed += not report(record, form, servers)
+    for server in servers:
         server.stop()
     return failed
 
