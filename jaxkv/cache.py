@@ -1,16 +1,18 @@
 """A cache: one flat buffer and its layout."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.layout.layout import CacheLayout
+from jaxkv_kernels.formats.entries import Entry
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True, eq=False, repr=False)
-class KVCache:
+class KVCache[E: Entry]:
     """A pytree of one flat array and its static layout; it can be passed through `jit`, `scan` and `shard_map`.
 
     Operations return a new cache.  If the cache is donated to the outermost `jit`, the buffer is updated in place.
@@ -18,10 +20,10 @@ class KVCache:
 
     buffer: jax.Array
     """`layout.dtype` [layout.size]."""
-    layout: CacheLayout = field(metadata={"static": True})
+    layout: CacheLayout[E] = field(metadata={"static": True})
 
-    @classmethod
-    def zeros(cls, layout: CacheLayout, *, device=None) -> "KVCache":
+    @staticmethod
+    def zeros[Kind: Entry](layout: CacheLayout[Kind], *, device: Any = None) -> "KVCache[Kind]":
         """A cache of zeros, on `device` (or with that sharding).
 
         All groups of a `PackedLayout` have one buffer: a cache of any of them can be viewed as one of the others.
@@ -31,12 +33,12 @@ class KVCache:
             raise ValueError(
                 f"`layout` is a {type(layout).__name__}: expected a CacheLayout, such as packed[name] of a PackedLayout"
             )
-        return cls(jnp.zeros((layout.size,), layout.dtype, device=device), layout)
+        return KVCache(jnp.zeros((layout.size,), layout.dtype, device=device), layout)
 
     def __repr__(self):
         return f"KVCache({self.layout!r})"  # without the buffer's values
 
-    def view(self, layout: CacheLayout) -> "KVCache":
+    def view[Kind: Entry](self, layout: CacheLayout[Kind]) -> "KVCache[Kind]":
         """The same buffer with another layout, such as that of another group of a `PackedLayout`.
 
         ValueError unless the two layouts have buffers of the same size and dtype, and divide tokens over devices in the

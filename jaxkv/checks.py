@@ -1,11 +1,13 @@
 """Static checks of arguments, made once before dispatch.  Kernels assume valid arguments."""
 
-from typing import Any, cast
+from collections.abc import Callable
+from typing import Any, cast, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from jaxkv.cache import KVCache
 from jaxkv_kernels.addressing import MAX_SLOTS
@@ -33,8 +35,8 @@ class Dims:
     def __getitem__(self, letter: str) -> int:
         return self._lengths[letter]
 
-    def check(self, name: str, array, axes: str, dtypes: tuple[str, ...] = FLOATS):
-        """ValueError unless `array` has the axes `axes` ("B Q H R") and one of `dtypes`."""
+    def check(self, name: str, array: Any, axes: str, dtypes: tuple[str, ...] = FLOATS) -> jax.Array:
+        """`array` as it is; ValueError unless it has the axes `axes` ("B Q H R") and one of `dtypes`."""
         if not hasattr(array, "shape") or not hasattr(array, "dtype"):
             raise ValueError(f"`{name}` is a {type(array).__name__}: expected an array [{axes.replace(' ', ', ')}]")
         letters = axes.split()
@@ -51,21 +53,26 @@ class Dims:
                 raise ValueError(f"{problem}, with {letter} at least 1")
         if str(array.dtype) not in dtypes:
             raise ValueError(f"`{name}` has dtype {array.dtype}: expected {' or '.join(dtypes)}")
+        return array
 
-    def check_ints(self, name: str, array, axes: str):
+    def check_ints(self, name: str, array: Any, axes: str) -> None:
         """ValueError unless `array` has the axes `axes` and an integer dtype."""
         self.check(name, array, axes, (str(array.dtype),) if _is_integer(array) else ("int32",))
 
-    def check_running_sum(self, name: str, array):
+    def check_running_sum(self, name: str, array: Any) -> None:
         """ValueError unless `array` holds integers [B + 1]."""
         Dims(**{"B+1": (self["B"] + 1, "one more than the rows of `block_tables`")}).check_ints(name, array, "B+1")
 
 
-def _is_integer(array) -> bool:
+def _is_integer(array: Any) -> bool:
     return hasattr(array, "dtype") and jnp.issubdtype(array.dtype, jnp.integer)
 
 
-def int32(array):
+@overload
+def int32(array: ArrayLike) -> jax.Array: ...
+@overload
+def int32(array: None) -> None: ...
+def int32(array: Any) -> Any:
     """Integers as int32.  Values out of range saturate, because wrapped values could be valid slots."""
     if array is None or isinstance(array, jax.ShapeDtypeStruct):
         return array
@@ -78,7 +85,7 @@ def int32(array):
     return jnp.clip(array, max(limits.min, wide.min), min(limits.max, wide.max)).astype(jnp.int32)
 
 
-def computed(function, *args):
+def computed[R](function: Callable[..., R], *args: Any) -> R:
     """`function(*args)`; only its shapes and dtypes if an argument is a `jax.ShapeDtypeStruct` (`explain`)."""
     described = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(args))
     # As for kernels: the user's program may have stricter rules than JAX's default ones.
@@ -86,7 +93,7 @@ def computed(function, *args):
         return jax.eval_shape(function, *args) if described else function(*args)
 
 
-def running_sum(array):
+def running_sum(array: ArrayLike) -> jax.Array:
     """A running sum of lengths as int32, as kernels expect it: no element is below 0 or below an earlier one.
 
     A sum that falls counts as the largest before it, so that a request at which it falls is empty.
@@ -143,17 +150,17 @@ def index_below(name: str, value: Any, count: int, what: str) -> jax.Array:
     return jnp.int32(number)
 
 
-def softmax_scale(scale: Any) -> jax.Array:
+def softmax_scale(scale: ArrayLike) -> jax.Array:
     """`scale` as a float32 scalar; ValueError unless it is a number."""
     return _floats("scale", scale)
 
 
-def positive_scale(name: str, scale: Any) -> jax.Array:
+def positive_scale(name: str, scale: ArrayLike) -> jax.Array:
     """`scale` as a float32 scalar; ValueError unless it is a positive number."""
     return _floats(name, scale, positive=True)
 
 
-def static_scale(scale) -> float:
+def static_scale(scale: Any) -> float:
     """`scale` as a Python float; ValueError unless it is a number that is finite in float32."""
     number = isinstance(scale, int | float | np.integer | np.floating) and not isinstance(scale, bool)
     if not number or not np.isfinite(in_float32(scale)):
@@ -205,7 +212,7 @@ def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool =
     return jnp.asarray(value, jnp.float32)
 
 
-def in_float32(value) -> np.ndarray:
+def in_float32(value: Any) -> np.ndarray:
     """A number rounded to float32: inf if it is too large, 0 if it is too small.
 
     Subnormal numbers (below 2**-126) also become 0, because devices flush them to 0; a division by one would return
@@ -227,7 +234,7 @@ def float_dtype(name: str, dtype: Any) -> jnp.dtype:
     return found
 
 
-def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
+def positive_int(name: str, value: Any, *, below: int | None = 2**31) -> int:
     """`value` as a Python int; ValueError unless it is a positive integer and less than `below` (None for no limit)."""
     number = None if isinstance(value, jax.Array) else as_int(value)
     if number is None or number < 1 or (below is not None and number >= below):
@@ -236,14 +243,14 @@ def positive_int(name: str, value, *, below: int | None = 2**31) -> int:
     return number
 
 
-def static_bool(name: str, value) -> bool:
+def static_bool(name: str, value: Any) -> bool:
     """`value` as a Python bool; ValueError unless it is one, or NumPy's."""
     if not isinstance(value, bool | np.bool_):
         raise ValueError(f"`{name}` is {value!r}: expected True or False (it is static)")
     return bool(value)
 
 
-def window_of(window, causal, capacity: int) -> int | None:
+def window_of(window: Any, causal: Any, capacity: int) -> int | None:
     """`window` as kernels expect it; ValueError unless it is None or, with a causal mask, a positive int of any size.
 
     The result is None if the window can exclude no token: if it is at least `capacity` (the tokens of a block table),
@@ -257,7 +264,7 @@ def window_of(window, causal, capacity: int) -> int | None:
     return window if window < min(capacity, MAX_SLOTS) else None
 
 
-def logit_cap_of(value) -> float | None:
+def logit_cap_of(value: Any) -> float | None:
     """`value` as it is; ValueError unless it is None or a number that, like its inverse, is a normal float32."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 2.0**-126 <= in_float32(value) <= 2.0**126):
@@ -268,7 +275,7 @@ def logit_cap_of(value) -> float | None:
     return value
 
 
-def positive_number(name: str, value) -> float | None:
+def positive_number(name: str, value: Any) -> float | None:
     """`value` as it is; ValueError unless it is None or a positive number (static) that float32 holds."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 0 < in_float32(value) < float("inf")):
@@ -276,7 +283,7 @@ def positive_number(name: str, value) -> float | None:
     return value
 
 
-def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.ndarray:
+def block_ids(name: str, ids: Any, num_blocks: int, *, distinct: bool = False) -> np.ndarray:
     """`ids` as int32 [n] on the host; ValueError unless all are valid blocks and, with `distinct`, no two are equal."""
     found = np.asarray(ids)
     if found.ndim != 1 or (found.size and not np.issubdtype(found.dtype, np.integer)):
@@ -290,6 +297,6 @@ def block_ids(name: str, ids, num_blocks: int, *, distinct: bool = False) -> np.
     return found.astype(np.int32)
 
 
-def describe(value) -> str:
+def describe(value: Any) -> str:
     """`value` for a message: arrays by dtype and shape."""
     return f"{value.dtype}{list(value.shape)}" if hasattr(value, "dtype") else repr(value)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import jax
 from jax.custom_batching import sequential_vmap
@@ -17,6 +17,11 @@ from jaxkv_kernels.triton import available as ampere
 from jaxkv_kernels.xla.kernels import XLA
 
 _log = logging.getLogger("jaxkv")
+
+Implementation = Literal["mosaic_gpu", "triton", "xla"]
+"""The name of an implementation."""
+Implementations = Implementation | Sequence[Implementation]
+"""A name, or names in order of preference."""
 
 
 @dataclass(frozen=True)

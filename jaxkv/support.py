@@ -100,7 +100,8 @@ def format_table() -> str:
     """
     lines = ["| format | entries | bytes per token and head | byte map |", "|---|---|---|---|"]
     for name, form in FORMATS.items():
-        entry = form.kinds[0].typical(name)
+        first: type[Entry] = form.kinds[0]
+        entry = first.typical(name)
         kinds = ", ".join(f"`{kind.__name__}`" for kind in form.kinds)
         size = f"{entry.nbytes:,} for {' + '.join(map(str, entry.sizes))} values"
         lines.append(f"| `{name}` | {kinds} | {size} | {_byte_map(entry)} |")

@@ -98,7 +98,11 @@ def run(args: argparse.Namespace) -> int:
 
 def _layout(args: argparse.Namespace, order: str, num_blocks: int) -> jaxkv.CacheLayout:
     return jaxkv.CacheLayout(
-        num_layers=args.layers, num_blocks=num_blocks, block_size=BLOCK_SIZE, entry=ENTRY, order=order
+        num_layers=args.layers,
+        num_blocks=num_blocks,
+        block_size=BLOCK_SIZE,
+        entry=ENTRY,
+        order=order,  # type: ignore[arg-type]
     )
 
 

@@ -70,7 +70,7 @@ class Sizes:
     @property
     def entry(self) -> jaxkv.MLAEntry:
         """The entry that the cache stores."""
-        return jaxkv.MLAEntry(self.format, latent=512, rope=64)
+        return jaxkv.MLAEntry(self.format, latent=512, rope=64)  # type: ignore[arg-type]
 
     @property
     def scales(self) -> dict[str, Any]:
@@ -149,7 +149,7 @@ class Division:
 
         def layers(parts, q, cache, tables):
             index = tables, self._lengths()
-            plan = jaxkv.plan_decode(cache, *index, num_heads=q[0].shape[1], implementation=self._implementation)
+            plan = jaxkv.plan_decode(cache, *index, num_heads=q[0].shape[1], implementation=self._implementation)  # type: ignore[arg-type]
 
             def layer_step(parts, layer):
                 return step(q, cache, index, plan, layer, parts), None

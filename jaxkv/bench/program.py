@@ -51,7 +51,7 @@ class Program:
                 *self._shared.index,
                 num_heads=workload.heads,
                 q_len=workload.q_len,
-                implementation=implementation,
+                implementation=implementation,  # type: ignore[arg-type]
             )
             self._shared = self._shared._replace(plan=plan)
         once = self._varying._replace(others=())

@@ -151,7 +151,7 @@ class Workload:
         """What the cache stores."""
         kind = next(iter(_DECLARED[self.operation].entries), jaxkv.MLAEntry)
         if kind is jaxkv.KVEntry:
-            return jaxkv.KVEntry(self.format, head_dim=128)
+            return jaxkv.KVEntry(self.format, head_dim=128)  # type: ignore[arg-type]
         return jaxkv.IndexerEntry() if kind is jaxkv.IndexerEntry else jaxkv.MLAEntry.typical(self.format)
 
     @property
@@ -456,7 +456,7 @@ class Logits(Workload):
     @property
     def entry(self):
         """An indexer key."""
-        return jaxkv.IndexerEntry(self.format)
+        return jaxkv.IndexerEntry(self.format)  # type: ignore[arg-type]
 
     @property
     def value_shapes(self) -> Shapes:

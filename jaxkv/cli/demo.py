@@ -94,7 +94,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _layout(order: str, blocks: int) -> jaxkv.CacheLayout:
     entry = jaxkv.MLAEntry("bf16", latent=LATENT, rope=ROPE)
-    return jaxkv.CacheLayout(num_layers=LAYERS, num_blocks=blocks, block_size=64, entry=entry, order=order)
+    return jaxkv.CacheLayout(num_layers=LAYERS, num_blocks=blocks, block_size=64, entry=entry, order=order)  # type: ignore[arg-type]
 
 
 def _tables(args: argparse.Namespace) -> jax.Array:

@@ -5,9 +5,10 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jaxkv.layout.describe import Axis, Description, page_contents, table
 from jaxkv.layout.draw import draw, svg
@@ -16,7 +17,8 @@ from jaxkv_kernels.addressing import MAX_SLOTS, Pages, entry_view
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.integers import as_int
 
-ORDERS = ("LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC")
+Order = Literal["LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"]
+ORDERS: tuple[Order, ...] = get_args(Order)
 """Physical orders of the axes, outermost first."""
 
 BUFFER_DTYPES = ("bfloat16", "float16", "float32", "uint8", "int8", "uint16", "int16", "uint32", "int32")
@@ -77,7 +79,7 @@ UNDIVIDED = TokenShards()
 
 
 @dataclass(frozen=True, init=False)
-class CacheLayout:
+class CacheLayout[E: Entry]:
     """The memory layout of a paged cache in one flat buffer: frozen, hashable, static under `jit`.
 
     Entry (layer, block, head, token) begins at element
@@ -119,8 +121,8 @@ class CacheLayout:
     num_blocks: int
     block_size: int
     num_heads: int
-    entry: Entry
-    dtype: Any
+    entry: E
+    dtype: jnp.dtype
     strides: Strides
     offset: int
     size: int
@@ -135,11 +137,11 @@ class CacheLayout:
         num_layers: int,
         num_blocks: int,
         block_size: int,
-        entry: Entry,
+        entry: E,
         num_heads: int = 1,
-        order: str | None = None,
+        order: Order | None = None,
         block_padding: int = 0,
-        dtype=None,
+        dtype: DTypeLike | None = None,
         strides: Strides | Mapping[str, int] | None = None,
         offset: int = 0,
         size: int | None = None,
@@ -160,27 +162,26 @@ class CacheLayout:
                 )
             self._set_addresses(_checked_strides(strides), offset, checked_int("size", size))
 
-    @classmethod
-    def from_strides(
-        cls,
+    @staticmethod
+    def from_strides[Kind: Entry](
         *,
         num_layers: int,
         num_blocks: int,
         block_size: int,
-        entry: Entry,
+        entry: Kind,
         strides: Strides | Mapping[str, int],
         size: int,
         num_heads: int = 1,
         offset: int = 0,
-        dtype=None,
+        dtype: DTypeLike | None = None,
         shards: TokenShards = UNDIVIDED,
-    ) -> "CacheLayout":
+    ) -> "CacheLayout[Kind]":
         """A layout of a buffer of `size` elements that another library laid out; strides and offset in its elements.
 
         `strides` may have a `part` if keys and values lie apart: an array [2, B, N, H, D] of a layer's keys and values
         has the strides `{"part": B * N * H * D, "block": N * H * D, "token": H * D, "head": D, "layer": 0}`.
         """
-        return cls(
+        return CacheLayout(
             num_layers=num_layers,
             num_blocks=num_blocks,
             block_size=block_size,
@@ -430,10 +431,8 @@ class CacheLayout:
         """The layout in plain numbers, for the table and the memory map."""
         counts, strides = self._counts(), vars(self.strides)
         # The sort is stable: of axes with equal strides, those of length 1, the order stays.
-        axes = sorted(
-            [*(AXES[x] for x in self.order if x in AXES), *(["part"] if "part" in counts else [])],
-            key=lambda axis: -strides[axis],
-        )
+        names = [*(AXES[x] for x in self.order if x in AXES), *(["part"] if "part" in counts else [])]
+        axes = sorted(names, key=lambda axis: -strides[axis])
         return Description(
             entry=self.entry,
             block_size=self.block_size,
@@ -479,7 +478,7 @@ def _checked_strides(strides) -> Strides:
     return Strides(**{axis: checked_int(f"strides.{axis}", stride) for axis, stride in given.items()})
 
 
-def checked_dtype(dtype):
+def checked_dtype(dtype: Any) -> jnp.dtype:
     """`dtype` as a jnp dtype; ValueError unless it is one of `BUFFER_DTYPES`."""
     try:
         found = jnp.dtype(dtype)

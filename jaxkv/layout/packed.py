@@ -2,7 +2,9 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
+
+from jax.typing import DTypeLike
 
 from jaxkv.layout.describe import Description, table
 from jaxkv.layout.draw import draw, svg
@@ -115,8 +117,8 @@ class PackedLayout(Mapping[str, CacheLayout]):
         num_blocks: int,
         block_size: int | Mapping[str, int],
         groups: Mapping[str, Group],
-        order="BLNHC",
-        dtype=None,
+        order: Literal["BLNHC", "BLHNC", "BHLNC"] = "BLNHC",
+        dtype: DTypeLike | None = None,
         alignment: int = ALIGNMENT,
         shards: TokenShards = UNDIVIDED,
     ):

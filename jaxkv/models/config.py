@@ -138,7 +138,7 @@ class MLA:
 
     def entry(self, entry_format: str) -> MLAEntry:
         """The entry that the cache stores per token; ValueError if `entry_format` does not support it."""
-        return MLAEntry(entry_format, self.kv_lora_rank, self.qk_rope_head_dim)
+        return MLAEntry(entry_format, self.kv_lora_rank, self.qk_rope_head_dim)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ class GQA:
 
     def entry(self, entry_format: str) -> KVEntry:
         """The entry that the cache stores per token and KV head; ValueError if `entry_format` does not support it."""
-        return KVEntry(entry_format, self.head_dim)
+        return KVEntry(entry_format, self.head_dim)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)
@@ -214,7 +214,7 @@ class CompressedAttention:
                 "scales of compressed entries are not supported"
             )
         rotary = self.rotary_dim if known is not None and known.rope_in_values else 0
-        return MLAEntry(entry_format, self.head_dim - rotary, rotary)
+        return MLAEntry(entry_format, self.head_dim - rotary, rotary)  # type: ignore[arg-type]
 
     def key_entry(self, entry_format: str) -> IndexerEntry:
         """The entry of the indexer's compressed keys beside entries of that format."""

@@ -95,13 +95,13 @@ class Model:
         if isinstance(self.config.attention, CompressedAttention):
             groups = compressed_cache.groups(self.config.attention, self.entry_format)
             sizes = compressed_cache.block_sizes(groups, block_size)
-            return PackedLayout(num_blocks=num_blocks, block_size=sizes, groups=groups, order=order)
+            return PackedLayout(num_blocks=num_blocks, block_size=sizes, groups=groups, order=order)  # type: ignore[arg-type]
         if self.config.indexer is not None:
             return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
         if self.config.recurrent is not None:
             return self.layout_with_states(self.config.recurrent, num_blocks, block_size, order)
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order, "shards": self.parallel.shards}
-        return CacheLayout(num_layers=self.num_cache_layers, num_heads=self.num_kv_heads, entry=self.entry, **sizes)
+        return CacheLayout(num_layers=self.num_cache_layers, num_heads=self.num_kv_heads, entry=self.entry, **sizes)  # type: ignore[arg-type]
 
     def packed_layout(self, indexer: Indexer, num_blocks: int, block_size: int, order: str = "BLNHC") -> PackedLayout:
         """The layout of a model with an indexer: groups "latent" and "indexer" in the same blocks.
@@ -112,7 +112,7 @@ class Model:
         selecting = layers if indexer.layers is None else len(indexer.layers) + layers - self.config.num_layers
         groups = {"latent": Group(layers, self.entry), "indexer": Group(selecting, keys)}
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order, "shards": self.parallel.shards}
-        return PackedLayout(groups=groups, **sizes)
+        return PackedLayout(groups=groups, **sizes)  # type: ignore[arg-type]
 
     def layout_with_states(
         self, recurrent: DeltaNet, num_blocks: int, block_size: int, order: str = "BLNHC"
@@ -127,7 +127,7 @@ class Model:
             STATE: Group(len(recurrent.layers), recurrent.state, rate=block_size, table=STATE, window=1),
         }
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order}
-        return PackedLayout(groups=groups, dtype=self.entry.dtype, **sizes)
+        return PackedLayout(groups=groups, dtype=self.entry.dtype, **sizes)  # type: ignore[arg-type]
 
     @property
     def tables(self) -> tuple[str, ...]:

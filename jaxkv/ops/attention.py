@@ -1,10 +1,11 @@
 """Dense attention of new tokens to the cache."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
@@ -22,6 +23,7 @@ from jaxkv.checks import (
     static_bool,
     window_of,
 )
+from jaxkv.dispatch import Implementations
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.plan import DecodePlan, Shape, check_plan, groups_of, run_planned
 from jaxkv.ops.ragged_queries import Arrangement, arrange
@@ -35,25 +37,65 @@ KV_QUERIES = (*FLOATS, "float8_e4m3fn")
 """The dtypes of the queries of `decode_kv`."""
 
 
+@overload
 def decode_mla(
-    q_latent,
-    q_pe,
-    cache: KVCache,
-    block_tables,
-    seq_lens,
+    q_latent: ArrayLike,
+    q_pe: ArrayLike,
+    cache: KVCache[MLAEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
     *,
-    layer,
-    scale,
-    kv_scale=None,
+    layer: ArrayLike,
+    scale: ArrayLike,
+    kv_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
     window: int | None = None,
     causal: bool = True,
-    sinks=None,
-    cu_q_lens=None,
+    sinks: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    plan: DecodePlan | None = None,
+    implementation: Implementations | None = None,
+) -> jax.Array: ...
+@overload
+def decode_mla(
+    q_latent: ArrayLike,
+    q_pe: ArrayLike,
+    cache: KVCache[MLAEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: ArrayLike,
+    kv_scale: ArrayLike | None = None,
+    logit_cap: float | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    sinks: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
+    return_lse: Literal[True],
+    plan: DecodePlan | None = None,
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def decode_mla(
+    q_latent: ArrayLike,
+    q_pe: ArrayLike,
+    cache: KVCache[MLAEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: ArrayLike,
+    kv_scale: ArrayLike | None = None,
+    logit_cap: float | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    sinks: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
     return_lse: bool = False,
     plan: DecodePlan | None = None,
-    implementation=None,
-) -> Any:
+    implementation: Implementations | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Absorbed multi-head latent attention of one or several new tokens per request.
 
     score = (q_latent . kv_c + q_pe . k_pe) * scale; the result is the softmax-weighted sum of the latents kv_c.  The
@@ -108,8 +150,8 @@ def decode_mla(
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
     axes = query_axes("q_latent", q_latent, ragged=cu_q_lens is not None)
-    dims.check("q_latent", q_latent, f"{axes} R")
-    dims.check("q_pe", q_pe, f"{axes} P", (str(q_latent.dtype),))
+    q_latent = dims.check("q_latent", q_latent, f"{axes} R")
+    q_pe = dims.check("q_pe", q_pe, f"{axes} P", (str(q_latent.dtype),))
     batch = Batch.of(dims, cache, q_latent, block_tables, seq_lens, layer, window, causal, cu_q_lens, plan, sinks)
     call = calls.DecodeMLA(
         q_latent=batch.arrangement.queries(q_latent),
@@ -122,25 +164,65 @@ def decode_mla(
     return batch.result(run_planned(call, plan, implementation), q_latent, sinks, return_lse)
 
 
+@overload
 def decode_kv(
-    q,
-    cache: KVCache,
-    block_tables,
-    seq_lens,
+    q: ArrayLike,
+    cache: KVCache[KVEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
     *,
-    layer,
-    scale,
-    k_scale=None,
-    v_scale=None,
+    layer: ArrayLike,
+    scale: ArrayLike,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
     window: int | None = None,
     causal: bool = True,
-    sinks=None,
-    cu_q_lens=None,
+    sinks: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
+    return_lse: Literal[False] = False,
+    plan: DecodePlan | None = None,
+    implementation: Implementations | None = None,
+) -> jax.Array: ...
+@overload
+def decode_kv(
+    q: ArrayLike,
+    cache: KVCache[KVEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: ArrayLike,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    logit_cap: float | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    sinks: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
+    return_lse: Literal[True],
+    plan: DecodePlan | None = None,
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def decode_kv(
+    q: ArrayLike,
+    cache: KVCache[KVEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: ArrayLike,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    logit_cap: float | None = None,
+    window: int | None = None,
+    causal: bool = True,
+    sinks: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
     return_lse: bool = False,
     plan: DecodePlan | None = None,
-    implementation=None,
-) -> Any:
+    implementation: Implementations | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Grouped-query or multi-head attention of one or several new tokens per request.
 
     Query head i reads KV head i // (Hq / H).  The mask is causal as in `decode_mla`.  The same guarantees hold for
@@ -184,8 +266,7 @@ def decode_kv(
     heads = cache.layout.num_heads
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
     axes = query_axes("q", q, ragged=cu_q_lens is not None)
-    dims.check("q", q, f"{axes} D", KV_QUERIES)
-    q = converted(q, cache.layout.entry.input_dtype)
+    q = converted(dims.check("q", q, f"{axes} D", KV_QUERIES), cache.layout.entry.input_dtype)
     if dims["Hq"] % heads:
         raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {heads} heads")
     k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
@@ -202,12 +283,12 @@ def decode_kv(
     return batch.result(run_planned(call, plan, implementation), q, sinks, return_lse)
 
 
-def converted(q, dtype):
+def converted(q: Any, dtype: DTypeLike) -> jax.Array:
     """Queries `q` as they are, or those of e4m3 as `dtype`."""
     return q if str(q.dtype) in FLOATS else computed(lambda q: q.astype(dtype), q)
 
 
-def query_axes(name, q, *, ragged: bool = False) -> str:
+def query_axes(name: str, q: Any, *, ragged: bool = False) -> str:
     """The axes of queries `q` without the last one: "B Hq", "B Q Hq" or (ragged) "T Hq".
 
     ValueError for any other number of axes.
@@ -259,8 +340,8 @@ class Batch:
             first = jnp.zeros_like(seen) if window is None else seen - (tokens - 1) - window
             check_entries(cache, block_tables, first, seen, layer)
         tables, lengths = arrangement.requests(block_tables, seq_lens, pages.block_size)
-        heads, tokens = arrangement.kernel_heads(dims["Hq"]), arrangement.kernel_q_len
-        check_plan(plan, Shape.of(tables, pages, entry, heads, tokens, window, q.dtype), seq_lens)
+        heads, q_len = arrangement.kernel_heads(dims["Hq"]), arrangement.kernel_q_len
+        check_plan(plan, Shape.of(tables, pages, entry, heads, q_len, window, q.dtype), seq_lens)
         return cls(arrangement, tables, lengths, layer, window)
 
     def fields(self, cache: KVCache) -> dict[str, Any]:
@@ -276,7 +357,7 @@ class Batch:
             "plan": None,
         }
 
-    def result(self, found, q, sinks, return_lse: bool) -> Any:
+    def result(self, found, q, sinks, return_lse: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
         """The kernel's results in the order of the queries `q`, and with `sinks`."""
         out, lse = (self.arrangement.results(x, empty) for x, empty in zip(found, (0.0, -jnp.inf), strict=True))
         if self.arrangement.groups is None and len(q.shape) == 3:

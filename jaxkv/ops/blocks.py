@@ -7,11 +7,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, check_cache, int32
-from jaxkv.dispatch import run
+from jaxkv.dispatch import Implementations, run
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout, Table
 from jaxkv.ops.operation import Operation
@@ -23,7 +24,9 @@ from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
 
 
-def copy_blocks(cache: KVCache, src, dst, *, implementation=None) -> KVCache:
+def copy_blocks[E: Entry](
+    cache: KVCache[E], src: ArrayLike, dst: ArrayLike, *, implementation: Implementations | None = None
+) -> KVCache[E]:
     """Copies blocks over other blocks of the same cache, in every layer.
 
     What belongs to a block depends on the layout.  If blocks are runs (`layout.blocks_are_runs`), it is the whole run:
@@ -55,7 +58,7 @@ def copy_blocks(cache: KVCache, src, dst, *, implementation=None) -> KVCache:
     return KVCache(run(call, implementation), cache.layout)
 
 
-def read_blocks(cache: KVCache, blocks, *, implementation=None) -> jax.Array:
+def read_blocks(cache: KVCache, blocks: ArrayLike, *, implementation: Implementations | None = None) -> jax.Array:
     """Returns the payloads of blocks, to be stored elsewhere or sent to another cache.
 
     Args:
@@ -80,7 +83,9 @@ def read_blocks(cache: KVCache, blocks, *, implementation=None) -> jax.Array:
     return run(calls.ReadBlocks(buffer=cache.buffer, pages=cache.layout.pages, blocks=blocks), implementation)
 
 
-def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCache:
+def write_blocks[E: Entry](
+    cache: KVCache[E], blocks: ArrayLike, data: ArrayLike, *, implementation: Implementations | None = None
+) -> KVCache[E]:
     """Overwrites blocks with payloads.
 
     A payload replaces all that belongs to a block (see `copy_blocks`): if blocks are runs, also their padding and the
@@ -103,7 +108,7 @@ def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCach
     pages = cache.layout.pages
     dims = Dims(E=(pages.block_elements, "the elements of a block's payload"))
     dims.check_ints("blocks", blocks, "n")
-    dims.check("data", data, "n E", (str(cache.layout.dtype),))
+    data = dims.check("data", data, "n E", (str(cache.layout.dtype),))
     blocks = int32(blocks)
     if data_checks.checking():
         data_checks.check_ids("blocks", blocks, pages)
@@ -113,7 +118,7 @@ def write_blocks(cache: KVCache, blocks, data, *, implementation=None) -> KVCach
 
 
 def convert_blocks(
-    data, src: CacheLayout | PackedLayout, dst: CacheLayout | PackedLayout, *, table: str | None = None
+    data: ArrayLike, src: CacheLayout | PackedLayout, dst: CacheLayout | PackedLayout, *, table: str | None = None
 ) -> jax.Array:
     """Converts block payloads for a cache with another order, padding, strides or buffer dtype.
 
@@ -191,10 +196,9 @@ def pairs_of_groups(**layouts: CacheLayout | PackedLayout) -> dict[str, tuple[Ca
 
 def _facts(layout: CacheLayout | PackedLayout, name: str) -> dict[str, Any]:
     """What a layout, or group `name` of it, stores, by the names of the fields."""
-    packed = isinstance(layout, PackedLayout)
-    own = layout[name] if packed else layout
+    own = layout[name] if isinstance(layout, PackedLayout) else layout
     facts = {what: getattr(own, what) for what in ("entry", "num_layers", "num_heads", "block_size", "shards")}
-    if packed:
+    if isinstance(layout, PackedLayout):
         facts |= {what: getattr(layout.groups[name], what) for what in ("rate", "table", "window")}
     return facts
 

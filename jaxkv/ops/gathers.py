@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
@@ -17,7 +18,7 @@ from jaxkv.checks import (
     positive_int,
     running_sum,
 )
-from jaxkv.dispatch import run
+from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import RAGGED, TOKENS, sample_dtype, sample_options
 from jaxkv.ops.writes import entries_of
@@ -26,16 +27,16 @@ from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 
 
 def gather_mla(
-    cache: KVCache,
-    block_tables,
-    cu_seq_lens,
+    cache: KVCache[MLAEntry],
+    block_tables: ArrayLike,
+    cu_seq_lens: ArrayLike,
     *,
-    layer,
+    layer: ArrayLike,
     total: int,
-    dtype=jnp.bfloat16,
-    seq_starts=None,
-    kv_scale=None,
-    implementation=None,
+    dtype: DTypeLike = jnp.bfloat16,
+    seq_starts: ArrayLike | None = None,
+    kv_scale: ArrayLike | None = None,
+    implementation: Implementations | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Reads the latents and rotary keys of runs of tokens: one run per request, one after the other.
 
@@ -66,17 +67,17 @@ def gather_mla(
 
 
 def gather_kv(
-    cache: KVCache,
-    block_tables,
-    cu_seq_lens,
+    cache: KVCache[KVEntry],
+    block_tables: ArrayLike,
+    cu_seq_lens: ArrayLike,
     *,
-    layer,
+    layer: ArrayLike,
     total: int,
-    dtype=jnp.bfloat16,
-    seq_starts=None,
-    k_scale=None,
-    v_scale=None,
-    implementation=None,
+    dtype: DTypeLike = jnp.bfloat16,
+    seq_starts: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    implementation: Implementations | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Reads the keys and values of runs of tokens: like `gather_mla`, for a cache of `KVEntry`.
 
@@ -107,15 +108,15 @@ def gather_kv(
 
 
 def gather_indexer_k(
-    cache: KVCache,
-    block_tables,
-    cu_seq_lens,
+    cache: KVCache[IndexerEntry],
+    block_tables: ArrayLike,
+    cu_seq_lens: ArrayLike,
     *,
-    layer,
+    layer: ArrayLike,
     total: int,
-    dtype=jnp.bfloat16,
-    seq_starts=None,
-    implementation=None,
+    dtype: DTypeLike = jnp.bfloat16,
+    seq_starts: ArrayLike | None = None,
+    implementation: Implementations | None = None,
 ) -> jax.Array:
     """Reads the indexer keys of runs of tokens: like `gather_mla`, for a cache of `IndexerEntry`.
 
@@ -142,7 +143,14 @@ def gather_indexer_k(
 
 
 def gather_entries(
-    cache: KVCache, block_tables, cu_seq_lens, *, layer, total: int, seq_starts=None, implementation=None
+    cache: KVCache,
+    block_tables: ArrayLike,
+    cu_seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    total: int,
+    seq_starts: ArrayLike | None = None,
+    implementation: Implementations | None = None,
 ) -> jax.Array:
     """Reads the entries of runs of tokens as they are stored: like `gather_mla`, for any cache, without decoding.
 

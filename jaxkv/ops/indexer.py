@@ -1,12 +1,15 @@
 """The DeepSeek V3.2 indexer: it scores all cached keys and selects the tokens that sparse attention attends to."""
 
+from typing import cast
+
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
 from jaxkv.checks import FLOATS, Dims, check_cache, describe, int32, layer_index, positive_int
-from jaxkv.dispatch import run
+from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
@@ -17,7 +20,15 @@ from jaxkv_kernels.formats.entries import IndexerEntry
 
 
 def indexer_logits(
-    q, weights, cache: KVCache, block_tables, seq_lens, *, layer, max_len: int, implementation=None
+    q: ArrayLike,
+    weights: ArrayLike,
+    cache: KVCache[IndexerEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    max_len: int,
+    implementation: Implementations | None = None,
 ) -> jax.Array:
     """Scores of the indexer's queries against the cached keys of each request.
 
@@ -43,12 +54,20 @@ def indexer_logits(
     return run(_logits_call(q, weights, cache, block_tables, seq_lens, layer, max_len), implementation)
 
 
-def _logits_call(q, weights, cache: KVCache, block_tables, seq_lens, layer, max_len: int) -> calls.IndexerLogits:
+def _logits_call(
+    q: ArrayLike,
+    weights: ArrayLike,
+    cache: KVCache[IndexerEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    layer: ArrayLike,
+    max_len: int,
+) -> calls.IndexerLogits:
     """The call of `indexer_logits`, whose arguments it checks."""
     entry = check_cache(cache, IndexerEntry)
     dims = Dims(D=(entry.sizes[0], "the entry's head_dim"))
-    dims.check("q", q, "B Q Hi D", (*FLOATS, "float8_e4m3fn"))
-    dims.check("weights", weights, "B Q Hi")
+    q = dims.check("q", q, "B Q Hi D", (*FLOATS, "float8_e4m3fn"))
+    weights = dims.check("weights", weights, "B Q Hi")
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
     block_tables, seq_lens = int32(block_tables), int32(seq_lens)
@@ -70,7 +89,7 @@ def _logits_call(q, weights, cache: KVCache, block_tables, seq_lens, layer, max_
     )
 
 
-def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
+def select_topk(logits: ArrayLike, k: int, *, implementation: Implementations | None = None) -> jax.Array:
     """The positions of the k largest logits of each row.
 
     Args:
@@ -85,12 +104,13 @@ def select_topk(logits, k: int, *, implementation=None) -> jax.Array:
     Raises:
       ValueError: `logits` is not a float32 array with at least one axis, or `k` is not a positive int.
     """
-    if not hasattr(logits, "dtype") or logits.dtype != jnp.float32 or not logits.shape:
+    if getattr(logits, "dtype", None) != jnp.float32 or not getattr(logits, "shape", ()):
         raise ValueError(f"`logits` is {describe(logits)}: expected float32 [..., N]")
+    logits = cast(jax.Array, logits)
     return run(calls.SelectTopk(logits=logits, k=positive_int("k", k)), implementation)
 
 
-def positions_to_slots(positions, block_tables, *, block_size: int) -> jax.Array:
+def positions_to_slots(positions: ArrayLike, block_tables: ArrayLike, *, block_size: int) -> jax.Array:
     """Returns the slots of selected positions.
 
     Args:
@@ -110,9 +130,18 @@ def positions_to_slots(positions, block_tables, *, block_size: int) -> jax.Array
 
 
 def select_slots(
-    q, weights, cache: KVCache, block_tables, seq_lens, k: int, *, layer, max_len: int, logits_bytes=LOGITS_BYTES,
-    implementation=None,
-) -> jax.Array:  # fmt: skip
+    q: ArrayLike,
+    weights: ArrayLike,
+    cache: KVCache[IndexerEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    k: int,
+    *,
+    layer: ArrayLike,
+    max_len: int,
+    logits_bytes: int = LOGITS_BYTES,
+    implementation: Implementations | None = None,
+) -> jax.Array:
     """Returns the slots of the k cached keys with the largest scores, for each query token.
 
     Serves prefills of any length: runs `indexer_logits`, `select_topk` and `positions_to_slots` on one chunk of query

@@ -1,19 +1,24 @@
 """Merging partial results of attention by their log-sum-exps."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxkv.checks import FLOATS, computed, describe
-from jaxkv.dispatch import run
+from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, HEADS, array
 from jaxkv_kernels import calls
 
 
 def merge_states(
-    outs: jax.Array | Sequence[jax.Array], lses: jax.Array | Sequence[jax.Array], *, implementation=None
+    outs: ArrayLike | Sequence[ArrayLike],
+    lses: ArrayLike | Sequence[ArrayLike],
+    *,
+    implementation: Implementations | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over the union of disjoint sets of keys, from the attention over each set.
 
@@ -39,7 +44,7 @@ def merge_states(
     return run(calls.MergeStates(outs=outs, lses=lses), implementation)
 
 
-def _stacked(name, parts, dtypes):
+def _stacked(name: str, parts: Any, dtypes: tuple[str, ...]) -> jax.Array:
     """The parts as one array, whose dtype must be one of `dtypes`."""
     several = isinstance(parts, list | tuple)
     for part in parts if several else (parts,):

@@ -5,11 +5,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, check_cache, float_dtype, int32, positive_int, static_bool, window_of
-from jaxkv.dispatch import BACKENDS, choose, run_on
+from jaxkv.dispatch import BACKENDS, Implementations, choose, run_on
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.ragged_queries import Groups, arrange
 from jaxkv.ops.samples import HEADS, PAGED
@@ -65,19 +66,19 @@ class DecodePlan:
 
 
 def plan_decode(
-    cache: KVCache,
-    block_tables,
-    seq_lens,
+    cache: KVCache[MLAEntry | KVEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
     *,
     num_heads: int,
     q_len: int = 1,
     window: int | None = None,
     causal: bool = True,
-    cu_q_lens=None,
+    cu_q_lens: ArrayLike | None = None,
     total: int | None = None,
-    dtype=None,
+    dtype: DTypeLike | None = None,
     batch_invariant: bool = False,
-    implementation=None,
+    implementation: Implementations | None = None,
 ) -> DecodePlan:
     """Divides the work of a step among the processors of the device, for `decode_mla` and `decode_kv`.
 
@@ -112,7 +113,8 @@ def plan_decode(
       NotImplementedError: none of the requested implementations supports the cache and the queries, or, with
         `batch_invariant`, can be batch-invariant on them.
     """
-    entry: MLAEntry | KVEntry = check_cache(cache, MLAEntry, KVEntry)
+    check_cache(cache, MLAEntry, KVEntry)
+    entry = cache.layout.entry
     if (cu_q_lens is None) != (total is None):
         raise ValueError(f"`total` is {total!r}: expected the number of query tokens with `cu_q_lens`, otherwise None")
     num_heads, pages = positive_int("num_heads", num_heads), cache.layout.pages

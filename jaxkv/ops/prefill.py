@@ -1,10 +1,11 @@
 """Attention of many new tokens to keys and values that are gathered from the cache first."""
 
-from typing import Any
+from typing import Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
@@ -21,7 +22,7 @@ from jaxkv.checks import (
     static_bool,
     static_scale,
 )
-from jaxkv.dispatch import run
+from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.attention import check_entries, decode_mla
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.plan import DecodePlan
@@ -36,25 +37,65 @@ CHUNK_BYTES = 2**28
 bfloat16, 3,276 tokens for 128."""
 
 
+@overload
 def prefill_mla(
-    q_nope,
-    q_pe,
-    w_uk,
-    w_uv,
-    cache: KVCache,
-    block_tables,
-    seq_lens,
+    q_nope: ArrayLike,
+    q_pe: ArrayLike,
+    w_uk: ArrayLike,
+    w_uv: ArrayLike,
+    cache: KVCache[MLAEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
     *,
-    layer,
-    scale,
-    kv_scale=None,
-    cu_q_lens=None,
+    layer: ArrayLike,
+    scale: float,
+    kv_scale: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
+    num_decodes: int = 0,
+    plan: DecodePlan | None = None,
+    expanded_bytes: int = CHUNK_BYTES,
+    return_lse: Literal[False] = False,
+    implementation: Implementations | None = None,
+) -> jax.Array: ...
+@overload
+def prefill_mla(
+    q_nope: ArrayLike,
+    q_pe: ArrayLike,
+    w_uk: ArrayLike,
+    w_uv: ArrayLike,
+    cache: KVCache[MLAEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: float,
+    kv_scale: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
+    num_decodes: int = 0,
+    plan: DecodePlan | None = None,
+    expanded_bytes: int = CHUNK_BYTES,
+    return_lse: Literal[True],
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def prefill_mla(
+    q_nope: ArrayLike,
+    q_pe: ArrayLike,
+    w_uk: ArrayLike,
+    w_uv: ArrayLike,
+    cache: KVCache[MLAEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: float,
+    kv_scale: ArrayLike | None = None,
+    cu_q_lens: ArrayLike | None = None,
     num_decodes: int = 0,
     plan: DecodePlan | None = None,
     expanded_bytes: int = CHUNK_BYTES,
     return_lse: bool = False,
-    implementation=None,
-) -> Any:
+    implementation: Implementations | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Multi-head latent attention of many new tokens per request, with keys and values expanded per head.
 
     For each head h, key = (W_UK[h] @ kv_c, k_pe) and value = W_UV[h] @ kv_c; score = (q_nope . W_UK[h] @ kv_c + q_pe .
@@ -120,10 +161,10 @@ def prefill_mla(
     entry = check_cache(cache, MLAEntry)
     dims, dtype = mla_dims(cache), (str(getattr(q_nope, "dtype", None)),)
     rows = "B Q" if cu_q_lens is None else "T"
-    dims.check("q_nope", q_nope, f"{rows} H N")
-    dims.check("q_pe", q_pe, f"{rows} H P", dtype)
-    dims.check("w_uk", w_uk, "H N R", dtype)
-    dims.check("w_uv", w_uv, "H V R", dtype)
+    q_nope = dims.check("q_nope", q_nope, f"{rows} H N")
+    q_pe = dims.check("q_pe", q_pe, f"{rows} H P", dtype)
+    w_uk = dims.check("w_uk", w_uk, "H N R", dtype)
+    w_uv = dims.check("w_uv", w_uv, "H V R", dtype)
     dims.check_ints("block_tables", block_tables, "B M")
     dims.check_ints("seq_lens", seq_lens, "B")
     scale = static_scale(scale)
@@ -182,22 +223,56 @@ def _from(first: int, x):
     return computed(lambda x: x[first:], x) if first else x
 
 
+@overload
 def prefill_kv(
-    q,
-    cache: KVCache,
-    block_tables,
-    seq_lens,
+    q: ArrayLike,
+    cache: KVCache[KVEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
     *,
-    layer,
-    scale,
-    k_scale=None,
-    v_scale=None,
+    layer: ArrayLike,
+    scale: float,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     window: int | None = None,
-    sinks=None,
+    sinks: ArrayLike | None = None,
+    gathered_bytes: int = CHUNK_BYTES,
+    return_lse: Literal[False] = False,
+    implementation: Implementations | None = None,
+) -> jax.Array: ...
+@overload
+def prefill_kv(
+    q: ArrayLike,
+    cache: KVCache[KVEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: float,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    window: int | None = None,
+    sinks: ArrayLike | None = None,
+    gathered_bytes: int = CHUNK_BYTES,
+    return_lse: Literal[True],
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def prefill_kv(
+    q: ArrayLike,
+    cache: KVCache[KVEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: float,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    window: int | None = None,
+    sinks: ArrayLike | None = None,
     gathered_bytes: int = CHUNK_BYTES,
     return_lse: bool = False,
-    implementation=None,
-) -> Any:
+    implementation: Implementations | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Grouped-query or multi-head attention of many new tokens per request, to keys and values that are gathered first.
 
     Up to rounding, the result is that of `decode_kv`, which reads the cache for each few query tokens again.  As there,
@@ -245,7 +320,7 @@ def prefill_kv(
     entry = check_cache(cache, KVEntry)
     return_lse, layout = static_bool("return_lse", return_lse), cache.layout
     dims = Dims(D=(entry.head_dim, "the entry's head_dim"))
-    dims.check("q", q, "B Q Hq D")
+    q = dims.check("q", q, "B Q Hq D")
     if dims["Hq"] % layout.num_heads:
         raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {layout.num_heads} heads")
     if sinks is not None:

@@ -2,10 +2,11 @@
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxkv.checks import Dims, describe, int32, positive_number
 from jaxkv.data_checks import checking, require
-from jaxkv.dispatch import run
+from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array
 from jaxkv_kernels import calls
@@ -13,9 +14,9 @@ from jaxkv_kernels.tile_scaled import TileScaled, num_tiles
 
 
 def grouped_swiglu(
-    x: jax.Array,
-    experts: jax.Array,
-    weights: jax.Array,
+    x: ArrayLike,
+    experts: ArrayLike,
+    weights: ArrayLike,
     gate: jax.Array | TileScaled,
     up: jax.Array | TileScaled,
     down: jax.Array | TileScaled,
@@ -24,7 +25,7 @@ def grouped_swiglu(
     limit: float | None = None,
     alpha: float | None = None,
     biases: tuple[jax.Array, jax.Array, jax.Array] | None = None,
-    implementation=None,
+    implementation: Implementations | None = None,
 ) -> jax.Array:
     """The weighted sum of each token's experts: sum over k of weights[t, k] * expert(experts[t, k], x[t]).
 
@@ -58,9 +59,9 @@ def grouped_swiglu(
       ValueError: a shape or dtype is wrong.
     """
     dims = Dims(*(() if shared is None else ("K",)))
-    dims.check("x", x, "T D")
+    x = dims.check("x", x, "T D")
     dims.check_ints("experts", experts, "T K")
-    dims.check("weights", weights, "T K", ("float32",))
+    weights = dims.check("weights", weights, "T K", ("float32",))
     matrices = {"gate": (gate, "E I D"), "up": (up, "E I D"), "down": (down, "E D I")}
     scaled = {name for name, (matrix, _) in matrices.items() if isinstance(matrix, TileScaled)}
     for name, (matrix, axes) in matrices.items():
@@ -90,7 +91,7 @@ def grouped_swiglu(
     return run(call, implementation)
 
 
-def scaled_linear(x: jax.Array, weight: TileScaled, *, implementation=None) -> jax.Array:
+def scaled_linear(x: ArrayLike, weight: TileScaled, *, implementation: Implementations | None = None) -> jax.Array:
     """x times the transpose of a weight in float8: [t, i] is the sum over d of x[t, d] * weight[i, d].
 
     Sums are accumulated in float32.
@@ -107,7 +108,7 @@ def scaled_linear(x: jax.Array, weight: TileScaled, *, implementation=None) -> j
       ValueError: a shape or dtype is wrong.
     """
     dims = Dims()
-    dims.check("x", x, "T D")
+    x = dims.check("x", x, "T D")
     if not isinstance(weight, TileScaled):
         raise ValueError(f"`weight` is {describe(weight)}: expected a TileScaled [I, D]")
     _check_scaled(dims, "weight", weight, "I D")

@@ -20,9 +20,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import ArrayLike
 
 from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, check_cache, entry_scale, int32, positive_scale, running_sum
+from jaxkv.dispatch import Implementations
 from jaxkv.ops.attention import converted, decode_kv, decode_mla, query_axes
 from jaxkv.ops.writes import write_kv, write_mla
 from jaxkv_kernels.addressing import lengths_in_table, ragged_slots
@@ -31,25 +33,25 @@ from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 
 
 def mla_ragged_paged_attention(
-    ql_nope,
-    q_pe,
-    new_kv_c,
-    new_k_pe,
-    cache_kv: KVCache,
-    kv_lens,
-    page_indices,
-    cu_q_lens,
-    distribution,
+    ql_nope: ArrayLike,
+    q_pe: ArrayLike,
+    new_kv_c: ArrayLike,
+    new_k_pe: ArrayLike,
+    cache_kv: KVCache[MLAEntry],
+    kv_lens: ArrayLike,
+    page_indices: ArrayLike,
+    cu_q_lens: ArrayLike,
+    distribution: ArrayLike,
     *,
-    layer,
+    layer: ArrayLike,
     sm_scale: float = 1.0,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     q_scale: float | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
-    implementation=None,
-) -> tuple[jax.Array, KVCache]:
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, KVCache[MLAEntry]]:
     """Stores new latents and attends to them and to those before: `write_mla`, then ragged `decode_mla`.
 
     Args:
@@ -112,26 +114,26 @@ def mla_ragged_paged_attention(
 
 
 def ragged_paged_attention(
-    queries,
-    keys,
-    values,
-    kv_cache: KVCache,
-    kv_lens,
-    page_indices,
-    cu_q_lens,
-    distribution,
-    attention_sink=None,
+    queries: ArrayLike,
+    keys: ArrayLike,
+    values: ArrayLike,
+    kv_cache: KVCache[KVEntry],
+    kv_lens: ArrayLike,
+    page_indices: ArrayLike,
+    cu_q_lens: ArrayLike,
+    distribution: ArrayLike,
+    attention_sink: ArrayLike | None = None,
     *,
-    layer,
+    layer: ArrayLike,
     sm_scale: float = 1.0,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
     q_scale: float | None = None,
-    k_scale=None,
-    v_scale=None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     use_causal_mask: bool = True,
-    implementation=None,
-) -> tuple[jax.Array, KVCache]:
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, KVCache[KVEntry]]:
     """Stores new keys and values and attends to them and to those before: `write_kv`, then ragged `decode_kv`.
 
     Args:

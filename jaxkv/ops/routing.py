@@ -1,27 +1,31 @@
 """Top-k routing of experts."""
 
+from typing import Literal, get_args
+
 import jax
+from jax.typing import ArrayLike
 
 from jaxkv.checks import Dims, positive_int, static_bool, static_scale
-from jaxkv.dispatch import run
+from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array
 from jaxkv_kernels import calls
 
-SCORINGS = "softmax", "sigmoid", "sqrtsoftplus"
+Scoring = Literal["softmax", "sigmoid", "sqrtsoftplus"]
+SCORINGS: tuple[Scoring, ...] = get_args(Scoring)
 
 
 def select_experts(
-    logits: jax.Array,
+    logits: ArrayLike,
     per_token: int,
     *,
-    bias: jax.Array | None = None,
-    scoring: str = "softmax",
+    bias: ArrayLike | None = None,
+    scoring: Scoring = "softmax",
     groups: int = 1,
     groups_per_token: int = 1,
     normalize: bool = False,
     scale: float = 1.0,
-    implementation=None,
+    implementation: Implementations | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The experts with the highest scores for each token, and their weights, for `grouped_swiglu`.
 
@@ -51,9 +55,9 @@ def select_experts(
       ValueError: a shape, dtype or static argument is wrong.
     """
     dims = Dims()
-    dims.check("logits", logits, "T E", ("float32",))
+    logits = dims.check("logits", logits, "T E", ("float32",))
     if bias is not None:
-        dims.check("bias", bias, "E", ("float32",))
+        bias = dims.check("bias", bias, "E", ("float32",))
     count = dims["E"]
     if scoring not in SCORINGS:
         raise ValueError(f"`scoring` is {scoring!r}: expected {' or '.join(map(repr, SCORINGS))}")

@@ -1,14 +1,13 @@
 """Slots of tokens, from block tables and positions."""
 
-from typing import Any
-
 import jax
+from jax.typing import ArrayLike
 
 from jaxkv.checks import Dims, describe, int32, positive_int, running_sum
 from jaxkv_kernels import addressing
 
 
-def slots_for(block_tables, positions, *, block_size: int) -> jax.Array:
+def slots_for(block_tables: ArrayLike, positions: ArrayLike, *, block_size: int) -> jax.Array:
     """Returns the slots of token positions.
 
     For a group that stores one entry per several tokens (`Group.rate`), these are the slots of entries: pass `positions
@@ -28,14 +27,22 @@ def slots_for(block_tables, positions, *, block_size: int) -> jax.Array:
     """
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
-    if not getattr(positions, "shape", ()):
+    shape = getattr(positions, "shape", ())
+    if not shape:
         raise ValueError(f"`positions` is {describe(positions)}: expected int32 [B, ...]")
-    dims.check_ints("positions", positions, " ".join(["B", *(f"n{i}" for i in range(1, len(positions.shape)))]))
+    dims.check_ints("positions", positions, " ".join(["B", *(f"n{i}" for i in range(1, len(shape)))]))
     block_size = positive_int("block_size", block_size)
     return addressing.slots_for(int32(block_tables), int32(positions), block_size=block_size)
 
 
-def ragged_slots(block_tables, cu_seq_lens, *, total: int, block_size: int, seq_starts=None) -> jax.Array:
+def ragged_slots(
+    block_tables: ArrayLike,
+    cu_seq_lens: ArrayLike,
+    *,
+    total: int,
+    block_size: int,
+    seq_starts: ArrayLike | None = None,
+) -> jax.Array:
     """Returns the slots of ragged runs of tokens: request b has a run of `cu_seq_lens[b + 1] - cu_seq_lens[b]` tokens.
 
     For a group with a `rate`, the runs are of entries: new tokens from position s to e - 1 complete the entries from
@@ -63,10 +70,9 @@ def ragged_slots(block_tables, cu_seq_lens, *, total: int, block_size: int, seq_
     dims.check_running_sum("cu_seq_lens", cu_seq_lens)
     if seq_starts is not None:
         dims.check_ints("seq_starts", seq_starts, "B")
-    sums: Any = running_sum(cu_seq_lens)
     return addressing.ragged_slots(
         int32(block_tables),
-        sums,
+        running_sum(cu_seq_lens),
         total=positive_int("total", total),
         block_size=positive_int("block_size", block_size),
         seq_starts=int32(seq_starts),

@@ -1,8 +1,10 @@
 """Sparse attention of new tokens to the selected slots of a cache, or of two."""
 
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, overload
 
+import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
@@ -17,7 +19,7 @@ from jaxkv.checks import (
     softmax_scale,
     static_bool,
 )
-from jaxkv.dispatch import run
+from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, array, sample_options, sample_queries
 from jaxkv_kernels import calls
@@ -32,35 +34,71 @@ class ExtraCache(NamedTuple):
     may be views of one buffer (`PackedLayout`).
     """
 
-    cache: KVCache
+    cache: KVCache[MLAEntry]
     """A cache of `MLAEntry`, with as many values per latent and rotary part as the first cache has."""
-    slots: Any
+    slots: ArrayLike
     """int32 [B, Q, K'], slots of this cache, masked as those of the first one are."""
-    layer: Any
+    layer: ArrayLike
     """int, or traced int32 scalar."""
-    counts: Any = None
+    counts: ArrayLike | None = None
     """int32 [B, Q]; only the first `counts` slots of a query token are used.  Default: all K' slots."""
-    kv_scale: Any = None
+    kv_scale: ArrayLike | None = None
     """As that of the first cache: required by format `fp8`, and rejected by formats without a scale."""
 
 
+@overload
 def decode_mla_sparse(
-    q_latent,
-    q_pe,
-    cache: KVCache,
-    slots,
+    q_latent: ArrayLike,
+    q_pe: ArrayLike,
+    cache: KVCache[MLAEntry],
+    slots: ArrayLike,
     *,
-    layer,
-    scale,
-    kv_scale=None,
-    counts=None,
+    layer: ArrayLike,
+    scale: ArrayLike,
+    kv_scale: ArrayLike | None = None,
+    counts: ArrayLike | None = None,
     extra: ExtraCache | None = None,
-    sinks=None,
+    sinks: ArrayLike | None = None,
+    logit_cap: float | None = None,
+    return_lse: Literal[False] = False,
+    batch_invariant: bool = False,
+    implementation: Implementations | None = None,
+) -> jax.Array: ...
+@overload
+def decode_mla_sparse(
+    q_latent: ArrayLike,
+    q_pe: ArrayLike,
+    cache: KVCache[MLAEntry],
+    slots: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: ArrayLike,
+    kv_scale: ArrayLike | None = None,
+    counts: ArrayLike | None = None,
+    extra: ExtraCache | None = None,
+    sinks: ArrayLike | None = None,
+    logit_cap: float | None = None,
+    return_lse: Literal[True],
+    batch_invariant: bool = False,
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+def decode_mla_sparse(
+    q_latent: ArrayLike,
+    q_pe: ArrayLike,
+    cache: KVCache[MLAEntry],
+    slots: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: ArrayLike,
+    kv_scale: ArrayLike | None = None,
+    counts: ArrayLike | None = None,
+    extra: ExtraCache | None = None,
+    sinks: ArrayLike | None = None,
     logit_cap: float | None = None,
     return_lse: bool = False,
     batch_invariant: bool = False,
-    implementation=None,
-) -> Any:
+    implementation: Implementations | None = None,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Absorbed multi-head latent attention to the given slots only (DeepSeek V3.2, V4).
 
     Args:
@@ -96,10 +134,10 @@ def decode_mla_sparse(
     return_lse = static_bool("return_lse", return_lse)
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
-    dims.check("q_latent", q_latent, "B Q Hq R")
-    dims.check("q_pe", q_pe, "B Q Hq P", (str(q_latent.dtype),))
+    q_latent = dims.check("q_latent", q_latent, "B Q Hq R")
+    q_pe = dims.check("q_pe", q_pe, "B Q Hq P", (str(q_latent.dtype),))
     if sinks is not None:
-        dims.check("sinks", sinks, "Hq", ("float32",))
+        sinks = dims.check("sinks", sinks, "Hq", ("float32",))
     first = _checked_slots(dims, ExtraCache(cache, slots, layer, counts, kv_scale))
     call = calls.DecodeMLASparse(
         q_latent=q_latent,
@@ -121,12 +159,12 @@ def decode_mla_sparse(
     return (out, lse) if return_lse else out
 
 
-def _checked_extra(dims: Dims, cache: KVCache, extra) -> ExtraSlots:
+def _checked_extra(dims: Dims, cache: KVCache[MLAEntry], extra: ExtraCache) -> ExtraSlots:
     """The checked fields of `extra`; ValueError if its entries cannot be attended to beside those of `cache`."""
     if not isinstance(extra, ExtraCache):
         raise ValueError(f"`extra` is a {type(extra).__name__}: expected a jaxkv.ExtraCache")
     check_cache(extra.cache, MLAEntry, name="extra.cache")
-    first, second = _entry(cache), _entry(extra.cache)
+    first, second = cache.layout.entry, extra.cache.layout.entry
     if (first.sizes, first.value_dim) != (second.sizes, second.value_dim):
         raise ValueError(
             f"`extra.cache` stores {second}, whose values have {second.value_dim} elements: expected entries of "
@@ -157,12 +195,7 @@ def _checked_slots(dims: Dims, given: ExtraCache, prefix: str = "", count: str =
         data_checks.check_slots(f"{prefix}slots", jnp.where(used, slots, -1), pages)
         data_checks.check_live_entries(cache, slots, used, layer, name=f"{prefix}cache")
     kv_scale = entry_scale(f"{prefix}kv_scale", given.kv_scale, cache)
-    return ExtraSlots(cache.buffer, slots, counts, layer, kv_scale, pages, _entry(cache))
-
-
-def _entry(cache: KVCache) -> MLAEntry:
-    """The entry of a cache that `check_cache` has accepted."""
-    return cast(MLAEntry, cache.layout.entry)
+    return ExtraSlots(cache.buffer, slots, counts, layer, kv_scale, pages, cache.layout.entry)
 
 
 def _sample(cache):
@@ -173,7 +206,8 @@ def _sample(cache):
 def _sample_of_two(cache):
     args, options = _sample(cache)
     scale = {"kv_scale": options["kv_scale"]} if "kv_scale" in options else {}
-    return args, {**options, "extra": ExtraCache(cache, array("int32", BATCH, 1, 48), 0, **scale)}
+    slots: Any = array("int32", BATCH, 1, 48)
+    return args, {**options, "extra": ExtraCache(cache, slots, 0, **scale)}
 
 
 OPERATIONS = (Operation(decode_mla_sparse, _sample, entries=(MLAEntry,), variants={"with `extra`": _sample_of_two}),)

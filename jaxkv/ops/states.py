@@ -2,13 +2,13 @@
 
 import itertools
 from collections.abc import Mapping
-from typing import Any
 
 import jax
+from jax.typing import ArrayLike
 
 from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, check_cache
-from jaxkv.dispatch import run
+from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, array
 from jaxkv.ops.writes import checked_slots, entries_of
@@ -16,7 +16,14 @@ from jaxkv_kernels import calls
 from jaxkv_kernels.formats.states import StateEntry
 
 
-def write_state(cache: KVCache, states: Mapping[str, Any], slots, *, layer, implementation=None) -> KVCache:
+def write_state(
+    cache: KVCache[StateEntry],
+    states: Mapping[str, ArrayLike],
+    slots: ArrayLike,
+    *,
+    layer: ArrayLike,
+    implementation: Implementations | None = None,
+) -> KVCache[StateEntry]:
     """Stores states.
 
     Args:
@@ -43,15 +50,19 @@ def write_state(cache: KVCache, states: Mapping[str, Any], slots, *, layer, impl
     axes = {name: [f"n{next(number)}" for _ in shape] for name, shape in shapes.items()}
     lengths = ((axis, n) for name, shape in shapes.items() for axis, n in zip(axes[name], shape, strict=True))
     dims = Dims(**{axis: (n, "that of the entry") for axis, n in lengths})
-    for name in shapes:
-        dims.check(f"states[{name!r}]", states[name], " ".join(["T", *axes[name]]))
+    ordered = {name: dims.check(f"states[{name!r}]", states[name], " ".join(["T", *axes[name]])) for name in shapes}
     slots, layer = checked_slots("slots", slots, layer, cache, dims)
-    ordered = {name: states[name] for name in shapes}
     call = calls.WriteState(**entries_of(cache), states=ordered, slots=slots, layer=layer)
     return KVCache(run(call, implementation), cache.layout)
 
 
-def read_state(cache: KVCache, slots, *, layer, implementation=None) -> dict[str, jax.Array]:
+def read_state(
+    cache: KVCache[StateEntry],
+    slots: ArrayLike,
+    *,
+    layer: ArrayLike,
+    implementation: Implementations | None = None,
+) -> dict[str, jax.Array]:
     """Returns states.
 
     Args:

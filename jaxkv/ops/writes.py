@@ -8,7 +8,7 @@ from jax.typing import ArrayLike
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, check_cache, entry_scale, int32, layer_index, mla_dims, static_bool
-from jaxkv.dispatch import run
+from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array, sample_new, sample_options
 from jaxkv_kernels import calls
@@ -16,17 +16,17 @@ from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 
 
 def write_mla(
-    cache: KVCache,
-    kv_c,
-    k_pe,
-    slot_mapping,
+    cache: KVCache[MLAEntry],
+    kv_c: ArrayLike,
+    k_pe: ArrayLike,
+    slot_mapping: ArrayLike,
     *,
-    layer,
-    kv_scale=None,
-    cos_sin=None,
+    layer: ArrayLike,
+    kv_scale: ArrayLike | None = None,
+    cos_sin: ArrayLike | None = None,
     interleaved: bool = False,
-    implementation=None,
-) -> KVCache:
+    implementation: Implementations | None = None,
+) -> KVCache[MLAEntry]:
     """Stores latents and rotary keys.
 
     Args:
@@ -52,11 +52,10 @@ def write_mla(
     """
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
-    dims.check("kv_c", kv_c, "T R")
-    dims.check("k_pe", k_pe, "T P")
+    kv_c, k_pe = dims.check("kv_c", kv_c, "T R"), dims.check("k_pe", k_pe, "T P")
     interleaved = static_bool("interleaved", interleaved)
     if cos_sin is not None:
-        dims.check("cos_sin", cos_sin, "T P", ("float32",))
+        cos_sin = dims.check("cos_sin", cos_sin, "T P", ("float32",))
         if not dims["P"] or dims["P"] % 2:
             raise ValueError(f"`cos_sin` has {dims['P']} values per token: expected a rotary part of pairs of values")
     elif interleaved:
@@ -70,7 +69,17 @@ def write_mla(
     return KVCache(run(call, implementation), cache.layout)
 
 
-def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale=None, implementation=None) -> KVCache:
+def write_kv(
+    cache: KVCache[KVEntry],
+    k: ArrayLike,
+    v: ArrayLike,
+    slot_mapping: ArrayLike,
+    *,
+    layer: ArrayLike,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    implementation: Implementations | None = None,
+) -> KVCache[KVEntry]:
     """Stores keys and values of all heads.
 
     Args:
@@ -96,8 +105,7 @@ def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale
         D=(entry.sizes[0], "the entry's head_dim"),
         Dv=(entry.sizes[1], "the entry's value_dim"),
     )
-    dims.check("k", k, "T H D")
-    dims.check("v", v, "T H Dv")
+    k, v = dims.check("k", k, "T H D"), dims.check("v", v, "T H Dv")
     k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
     v_scale = entry_scale("v_scale", v_scale, cache, heads=True)
     slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
@@ -107,7 +115,14 @@ def write_kv(cache: KVCache, k, v, slot_mapping, *, layer, k_scale=None, v_scale
     return KVCache(run(call, implementation), cache.layout)
 
 
-def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=None) -> KVCache:
+def write_indexer_k(
+    cache: KVCache[IndexerEntry],
+    k: ArrayLike,
+    slot_mapping: ArrayLike,
+    *,
+    layer: ArrayLike,
+    implementation: Implementations | None = None,
+) -> KVCache[IndexerEntry]:
     """Stores indexer keys.
 
     Format `indexer_fp8` quantises them: a page holds the values of all its tokens, then their scales.
@@ -127,14 +142,14 @@ def write_indexer_k(cache: KVCache, k, slot_mapping, *, layer, implementation=No
     """
     check_cache(cache, IndexerEntry)
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
-    dims.check("k", k, "T D")
+    k = dims.check("k", k, "T D")
     slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
     call = calls.WriteIndexerK(**entries_of(cache), k=k, slot_mapping=slots, layer=layer)
     return KVCache(run(call, implementation), cache.layout)
 
 
 def checked_slots(
-    name: str, slots: ArrayLike, layer: int | ArrayLike, cache: KVCache, dims: Dims, *, written: bool = True
+    name: str, slots: ArrayLike, layer: ArrayLike, cache: KVCache, dims: Dims, *, written: bool = True
 ) -> tuple[jax.Array, jax.Array]:
     """The slots [T] and the layer of a call, as kernels expect them; ValueError if their shapes or dtypes are wrong.
 

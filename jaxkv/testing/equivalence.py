@@ -189,7 +189,14 @@ def _calls(entry, heads: int) -> dict[str, Run]:
         "write_indexer_k": run(jaxkv.write_indexer_k, key, slots, layer=LAYER),
         "gather_indexer_k": run(jaxkv.gather_indexer_k, tables, cu_seq_lens, **ragged),
         "indexer_logits": lambda cache, name: jaxkv.indexer_logits(
-            q, weights, cache, tables, lengths, layer=LAYER, max_len=256, implementation=name
+            q,
+            weights,
+            cache,
+            tables,
+            lengths,
+            layer=LAYER,
+            max_len=256,
+            implementation=name,  # type: ignore[arg-type]
         ),
     }
 

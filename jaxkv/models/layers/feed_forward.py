@@ -173,7 +173,7 @@ def route(config: Experts, weights, x, ids=None) -> tuple[jax.Array, jax.Array]:
         logits,
         config.per_token,
         bias=weights.get("router_bias"),
-        scoring=config.scoring,
+        scoring=config.scoring,  # type: ignore[arg-type]
         groups=config.groups,
         groups_per_token=config.groups_per_token,
         normalize=config.normalize,

@@ -1,7 +1,7 @@
 """Entry kinds.  An entry is what one token stores for one head in one layer: values in a format."""
 
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,14 @@ import jax.numpy as jnp
 from jaxkv_kernels.formats.format import FORMATS, Field, Format, regions_of
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.integers import as_int
+
+FloatFormat = Literal["bf16", "f16", "f32"]
+MLAFormat = Literal[
+    FloatFormat, "fp8", "fp8_e5m2", "fp8_ds_mla", "fp8_v4", "fp8_v41", "fp8_v41_split", "nvfp4_ds_mla", "mxfp4_ds_mla",
+    "fp4_v41", "fp4_v41_split",
+]  # fmt: skip
+KVFormat = Literal[FloatFormat, "fp8", "fp8_e5m2", "int8", "nvfp4"]
+IndexerFormat = Literal[FloatFormat, "indexer_fp8", "indexer_mxfp4"]
 
 
 class _FormatNames:
@@ -136,6 +144,7 @@ class MLAEntry(Entry):
     Models without rotary parts have `rope=0`; `k_pe` and `q_pe` are then arrays whose last axis has length 0.
     """
 
+    format: MLAFormat
     latent: int = 512
     rope: int = 64
 
@@ -161,6 +170,7 @@ class MLAEntry(Entry):
 class KVEntry(Entry):
     """A key of `head_dim` values (D), followed by a value of `value_dim` (Dv, default D)."""
 
+    format: KVFormat
     head_dim: int = 128
     value_dim: int = 0
 
@@ -186,7 +196,7 @@ class KVEntry(Entry):
 class IndexerEntry(Entry):
     """A DeepSeek V3.2 indexer key of `head_dim` values."""
 
-    format: str = "indexer_fp8"
+    format: IndexerFormat = "indexer_fp8"
     head_dim: int = 128
 
     @classmethod
@@ -196,7 +206,7 @@ class IndexerEntry(Entry):
         Its format is that of the latents if `IndexerEntry` supports it, otherwise `indexer_fp8`.  With latents of a
         float format, keys are therefore not quantised, because quantised keys would rank tokens differently.
         """
-        return cls(latents, head_dim) if latents in cls.formats else cls(head_dim=head_dim)
+        return cls(cast(IndexerFormat, latents), head_dim) if latents in cls.formats else cls(head_dim=head_dim)
 
     def key_and_scale(self, row, dtype) -> tuple[jax.Array, jax.Array]:
         """Converts stored elements [..., width] to keys [..., head_dim] of `dtype` and their float32 scales [..., 1].

@@ -1,0 +1,152 @@
+"""Typical mistakes of users.  Each statement is wrong in the way that the comment before it says.
+
+A comment begins with the kind of error that type checkers must report (`KINDS` in test_types.py).  Nothing here runs.
+"""
+
+# ruff: noqa: B018
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry
+
+SIZES = {"num_layers": 2, "num_blocks": 8, "block_size": 64}
+layout = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("bf16"))
+cache = KVCache.zeros(layout)
+kv_cache = KVCache.zeros(CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=KVEntry("bf16"), num_heads=4))
+keys = KVCache.zeros(CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=IndexerEntry()))
+q, q_pe, q_kv = jnp.ones((2, 16, 512)), jnp.ones((2, 16, 64)), jnp.ones((2, 16, 128))
+w_uk, w_uv = jnp.ones((16, 128, 512)), jnp.ones((16, 128, 512))
+tables, lengths, slots = jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), jnp.zeros((2, 1, 8), jnp.int32)
+
+
+# Layouts and entries.
+
+# argument: a format that does not exist
+MLAEntry("bf61")
+# argument: a format of latents for keys and values
+KVEntry("fp8_ds_mla")
+# argument: a format of latents for an indexer's keys
+IndexerEntry("fp8_v4")
+# argument: a dtype instead of the name of a format
+MLAEntry(np.dtype("float16"))
+# argument: an order that does not exist
+CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("bf16"), order="BNLHC")
+# argument: a format instead of an entry
+CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry="bf16")
+# missing: no entry
+CacheLayout(num_layers=2, num_blocks=8, block_size=64)
+# missing: an argument that does not exist
+CacheLayout(num_layers=2, num_pages=8, num_blocks=8, block_size=64, entry=MLAEntry("bf16"))
+# argument: the class of an entry instead of an entry
+CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry)
+# argument: the size of a buffer instead of a layout
+KVCache.zeros(1024)
+# argument: a layer-major order of a packed layout
+jaxkv.PackedLayout(num_blocks=8, block_size=64, groups={"a": jaxkv.Group(2, MLAEntry("bf16"))}, order="LBNHC")
+# argument: an entry instead of a group
+jaxkv.PackedLayout(num_blocks=8, block_size=64, groups={"a": MLAEntry("bf16")})
+# assigned: caches are not changed in place
+cache.buffer = jnp.zeros(layout.size)
+
+
+# Writes and reads.
+
+# argument: a buffer instead of a cache
+jaxkv.write_mla(cache.buffer, q[:, 0], q_pe[:, 0], lengths, layer=0)
+# argument: latents for a cache of keys and values
+jaxkv.write_mla(kv_cache, q[:, 0], q_pe[:, 0], lengths, layer=0)
+# argument: the name of a layer
+jaxkv.write_mla(cache, q[:, 0], q_pe[:, 0], lengths, layer="0")
+# argument: a list instead of an array
+jaxkv.write_mla(cache, q[:, 0], q_pe[:, 0], [0, 1], layer=0)
+# missing: no layer
+jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths)
+# missing: no values
+jaxkv.write_kv(kv_cache, q_kv, lengths, layer=0)
+# missing: the scale of latents for keys and values
+jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0, kv_scale=1.0)
+# missing: the layer by position
+jaxkv.write_indexer_k(keys, q_kv[:, 0], lengths, 0)
+# attribute: a write returns a cache, not a buffer
+jaxkv.write_indexer_k(keys, q_kv[:, 0], lengths, layer=0).at[0].set(1)
+# argument: a cache of latents
+jaxkv.gather_indexer_k(cache, tables, lengths, layer=0, total=8)
+# argument: an array as a static number
+jaxkv.gather_mla(cache, tables, lengths, layer=0, total=lengths[0])
+# attribute: a gather of latents returns two arrays
+jaxkv.gather_mla(cache, tables, lengths, layer=0, total=8).shape
+# argument: a layout instead of a cache
+jaxkv.read_blocks(layout, lengths)
+
+
+# Attention.
+
+# argument: a buffer instead of a cache
+jaxkv.decode_mla(q, q_pe, cache.buffer, tables, lengths, layer=0, scale=0.1)
+# argument: a cache of keys and values
+jaxkv.decode_mla(q, q_pe, kv_cache, tables, lengths, layer=0, scale=0.1)
+# argument: a cache of latents
+jaxkv.decode_kv(q_kv, cache, tables, lengths, layer=0, scale=0.1)
+# missing: no scale
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0)
+# missing: no rotary queries
+jaxkv.decode_mla(q, cache, tables, lengths, layer=0, scale=0.1)
+# argument: the name of a layer
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer="0", scale=0.1)
+# argument: an implementation that does not exist
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, implementation="cuda")
+# argument: one of several implementations does not exist
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, implementation=["triton", "pallas"])
+# argument: a window of a float number of tokens
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=4096.0)
+# argument: block tables as lists
+jaxkv.decode_kv(q_kv, kv_cache, [[0, 1], [2, 3]], lengths, layer=0, scale=0.1)
+# argument: a schedule instead of a plan
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, plan=(tables, lengths))
+# argument: a string as a flag
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, return_lse="yes")
+# attribute: with return_lse, two arrays are returned
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, return_lse=True).shape
+# assigned: without return_lse, one array is returned
+both: tuple[jax.Array, jax.Array] = jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1)
+# argument: a cache instead of an ExtraCache
+jaxkv.decode_mla_sparse(q[:, None], q_pe[:, None], cache, slots, layer=0, scale=0.1, extra=cache)
+# argument: a second cache of keys and values
+ExtraCache(kv_cache, slots, 0)
+# missing: a second cache without its layer
+ExtraCache(cache, slots)
+# attribute: with return_lse, two arrays are returned
+jaxkv.decode_mla_sparse(q[:, None], q_pe[:, None], cache, slots, layer=0, scale=0.1, return_lse=True).dtype
+# missing: no number of heads
+jaxkv.plan_decode(cache, tables, lengths)
+# argument: an indexer's cache has no attention to plan
+jaxkv.plan_decode(keys, tables, lengths, num_heads=16)
+# missing: the weights come before the cache
+jaxkv.prefill_mla(q[:, None], q_pe[:, None], cache, tables, lengths, layer=0, scale=0.1)
+# argument: an indexer's cache
+jaxkv.prefill_mla(q[:, None], q_pe[:, None], w_uk, w_uv, keys, tables, lengths, layer=0, scale=0.1)
+# attribute: with return_lse, two arrays are returned
+jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, return_lse=True).shape
+
+
+# The indexer, experts, blocks and diagnosis.
+
+# argument: latents for the indexer
+jaxkv.indexer_logits(q_kv[:, None], q_kv[:, None, :, 0], cache, tables, lengths, layer=0, max_len=256)
+# missing: no length of the result
+jaxkv.indexer_logits(q_kv[:, None], q_kv[:, None, :, 0], keys, tables, lengths, layer=0)
+# argument: how experts are scored
+jaxkv.select_experts(q_kv[:, 0], 4, scoring="relu")
+# argument: an ordinary weight
+jaxkv.scaled_linear(q_kv[:, 0], w_uk[0])
+# argument: layouts instead of payloads
+jaxkv.convert_blocks(cache, layout, layout)
+# missing: one of the two layouts
+jaxkv.convert_blocks(q[0], layout)
+# argument: the name of an operation instead of the operation
+jaxkv.explain("decode_mla", q, q_pe, cache, tables, lengths, layer=0, scale=0.1)
+# attribute: the name of an operation
+jaxkv.decode_mha(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1)

@@ -1,0 +1,75 @@
+"""Uses of the public functions that type checkers must accept, with the types of their results.  Nothing here runs."""
+
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jaxkv
+from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, PackedLayout, StateEntry
+
+latents = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("fp8"), order="LBNHC")
+cache = KVCache.zeros(latents)
+kv_cache = KVCache.zeros(CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=KVEntry("bf16"), num_heads=4))
+keys = KVCache.zeros(CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=IndexerEntry()))
+state = StateEntry({"ssm": ((4,), "float32")})
+states = KVCache.zeros(CacheLayout(num_layers=2, num_blocks=8, block_size=1, entry=state))
+q, q_pe, q_kv = jnp.ones((2, 16, 512)), jnp.ones((2, 16, 64)), jnp.ones((2, 16, 128))
+w_uk, w_uv = jnp.ones((16, 128, 512)), jnp.ones((16, 128, 512))
+tables, lengths, slots = jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), jnp.zeros((2, 1, 8), jnp.int32)
+on_host = np.zeros((2, 4), np.int32), np.ones(2, np.int32)
+
+assert_type(cache, KVCache[MLAEntry])
+assert_type(kv_cache.layout.entry, KVEntry)
+
+
+def layers(cache: KVCache[MLAEntry], layer: jax.Array) -> KVCache[MLAEntry]:
+    """Traced layers and scales, NumPy arrays, and names of implementations."""
+    cache = jaxkv.write_mla(cache, q[:, 0], np.ones((2, 64)), np.zeros(2, np.int32), layer=layer, kv_scale=0.5)
+    jaxkv.decode_mla(q, q_pe, cache, *on_host, layer=np.int32(1), kv_scale=jnp.float32(0.5), scale=0.1)
+    jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=layer, scale=jnp.float32(0.1))
+    jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=1, implementation=["mosaic_gpu", "xla"])
+    jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=1, implementation=("triton",))
+    return cache
+
+
+plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=16, dtype="bfloat16", window=4096)
+one = jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, plan=plan, window=4096)
+assert_type(one, jax.Array)
+both = jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, return_lse=True, implementation="xla")
+assert_type(both, tuple[jax.Array, jax.Array])
+assert_type(jaxkv.decode_kv(q_kv, kv_cache, *on_host, layer=0, scale=0.1, sinks=np.ones(16)), jax.Array)
+
+extra = ExtraCache(cache, np.zeros((2, 1, 4), np.int32), 1, kv_scale=0.5)
+sparse = jaxkv.decode_mla_sparse(
+    q[:, None], q_pe[:, None], cache, slots, layer=0, scale=0.1, extra=extra, return_lse=True
+)
+assert_type(sparse, tuple[jax.Array, jax.Array])
+prefilled = jaxkv.prefill_mla(q[:, None], q_pe[:, None], w_uk, w_uv, cache, tables, lengths, layer=0, scale=0.1)
+assert_type(prefilled, jax.Array)
+prefilled_kv = jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, return_lse=True)
+assert_type(prefilled_kv, tuple[jax.Array, jax.Array])
+
+assert_type(jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0), KVCache[KVEntry])
+assert_type(jaxkv.copy_blocks(keys, lengths, lengths), KVCache[IndexerEntry])
+assert_type(jaxkv.gather_mla(cache, tables, lengths, layer=0, total=8, dtype=jnp.float32), tuple[jax.Array, jax.Array])
+assert_type(jaxkv.gather_entries(keys, tables, lengths, layer=0, total=8), jax.Array)
+assert_type(jaxkv.read_state(states, lengths, layer=0), dict[str, jax.Array])
+assert_type(jaxkv.write_state(states, {"ssm": np.ones((2, 4))}, lengths, layer=0), KVCache[StateEntry])
+logits = jaxkv.indexer_logits(q_kv[:, None], q_kv[:, None, :, 0], keys, tables, lengths, layer=0, max_len=256)
+assert_type(jaxkv.select_topk(logits, 64), jax.Array)
+assert_type(jaxkv.merge_states([q, q], (q[..., 0], q[..., 0])), tuple[jax.Array, jax.Array])
+assert_type(jaxkv.select_experts(q_kv[:, 0], 4, scoring="sigmoid"), tuple[jax.Array, jax.Array])
+
+packed = PackedLayout(
+    num_blocks=8,
+    block_size=64,
+    groups={"latents": jaxkv.Group(2, MLAEntry("bf16")), "keys": jaxkv.Group(2, IndexerEntry())},
+    order="BHLNC",
+)
+shared = KVCache.zeros(packed["latents"])
+shared = jaxkv.write_mla(shared, q[:, 0], q_pe[:, 0], lengths, layer=0)
+shared = jaxkv.write_indexer_k(shared.view(packed["keys"]), q_kv[:, 0], lengths, layer=0)
+assert_type(jaxkv.convert_blocks(jaxkv.read_blocks(shared, lengths), packed, packed), jax.Array)
+print(jaxkv.explain(jaxkv.decode_mla, q, q_pe, cache, tables, lengths, layer=0, scale=0.1).chosen)
