@@ -9,7 +9,7 @@ import numpy as np
 import jaxkv
 from jaxkv import dispatch
 from jaxkv.ops import OPERATIONS as DECLARED
-from jaxkv.testing.attention import DecodeKV, DecodeMLA, Logits, Plan, PrefillKV, PrefillMLA, Sparse
+from jaxkv.testing.attention import DecodeKV, DecodeMLA, Logits, Merge, Plan, PrefillKV, PrefillMLA, Sparse, TopK
 from jaxkv.testing.case import Case
 from jaxkv.testing.entries import (
     CopyBlocks,
