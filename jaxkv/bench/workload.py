@@ -387,8 +387,8 @@ class PrefillMLA(DecodeMLA):
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of queries without and in their rotary part, and of the weights that expand latents."""
         latent, rope = self.entry.sizes
-        weights = [((self.heads, HEAD, latent), "bfloat16")] * 2
-        return [((*self.queries, n), "bfloat16") for n in (HEAD, rope)] + weights
+        shapes = *((*self.queries, n) for n in (HEAD, rope)), *[(self.heads, HEAD, latent)] * 2
+        return [(shape, "bfloat16") for shape in shapes]
 
     @property
     def traffic(self) -> int:

@@ -97,7 +97,7 @@ class DecodeKV(DecodeMLA):
     """Grouped-query attention."""
 
     @classmethod
-    def optional(cls):
+    def optional(cls) -> tuple[str, ...]:
         """Also queries in e4m3."""
         return (*super().optional(), IN_E4M3)
 
@@ -133,8 +133,8 @@ class PrefillMLA(DecodeMLA):
         """Shapes and dtypes of queries without and in their rotary part, and of the weights that expand latents."""
         (latent, rope), (nope, value) = self.layout.entry.sizes, (128, 128) if self.heads > 1 else (40, 24)
         (queries, _), _ = super().value_shapes
-        weights = [((self.heads, n, latent), self.dtype) for n in (nope, value)]
-        return [((*queries[:-1], n), self.dtype) for n in (nope, rope)] + weights
+        shapes = *((*queries[:-1], n) for n in (nope, rope)), *((self.heads, n, latent) for n in (nope, value))
+        return [(shape, self.dtype) for shape in shapes]
 
     def run(self, cache, values, draw, layer, implementation):
         """The result for weights with which the values of keys are about 1."""
@@ -147,7 +147,7 @@ class PrefillKV(DecodeKV):
     """Attention to gathered keys and values."""
 
     @classmethod
-    def optional(cls):
+    def optional(cls) -> tuple[str, ...]:
         """`sinks`."""
         return ("sinks", PER_HEAD)
 
