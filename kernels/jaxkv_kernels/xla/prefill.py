@@ -222,7 +222,8 @@ def _aligned(context: Context[Any], q, window: int | None = None) -> tuple[jax.A
             first = jnp.minimum(begin + i * size, cached)
             counts = jnp.minimum(cached - first, size)
             if parts:
-                results = context.attend_parts(q, *entries(first, counts, size), counts)
+                one, other = entries(first, counts, size)
+                results = context.attend_parts(q, one, other, counts)
                 return reduce(_merged, zip(*results, strict=True), state)
             k, v = context.expand(*entries(first, counts, size))
             if window is not None:
