@@ -142,6 +142,10 @@ class PrefillMLA(DecodeMLA):
         weights = [(weight * weight.shape[-1] ** -0.5).astype(weight.dtype) for weight in weights]
         return super().run(cache, [*queries, *weights], draw, layer, implementation)
 
+    def expected(self, cache, values, draw, layer):
+        """The same call by `xla`, with arguments of the same dtype: expanded keys are rounded to it."""
+        return super().expected(cache, [value.astype(self.dtype) for value in values], draw, layer)
+
 
 class PrefillKV(DecodeKV):
     """Attention to gathered keys and values."""
