@@ -171,6 +171,9 @@ def _models() -> Iterator[Workload]:
         yield workload(suite="models", operation="scaled_linear", requests=tokens, tokens=16384, chosen=7168, layers=1)
         yield workload(suite="models", operation="select_experts", requests=tokens, tokens=256, chosen=8, layers=1)
     yield workload(suite="models", operation="merge_states", requests=128, heads=128, tokens=8, layers=1)
+    prefill = partial(workload, suite="models", layers=1, requests=1, q_len=512, tokens=8192)
+    yield prefill(operation="prefill_mla", heads=128)
+    yield prefill(operation="prefill_kv", heads=64, kv_heads=8)
 
 
 SHAPES = _cpu, _peers, _copies, _models
