@@ -115,6 +115,16 @@ def least_prefill(heads: ExpandedHeads, implementation: str | Sequence[str] | No
     return None
 
 
+def clock() -> Kernels | None:
+    """The implementation whose `stamp` reads this device's clock; None if there is none."""
+    for backend in BACKENDS:
+        if not backend.unavailable_reasons():
+            support = backend.kernels().support("stamp")
+            if support is not None and not support.unavailable():
+                return backend.kernels()
+    return None
+
+
 def run_on[Result](backend: Backend, call: Call[Result]) -> Result:
     """The result of the backend's kernel for a call that it supports.  The first run of each operation is logged.
 

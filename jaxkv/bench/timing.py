@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxkv import dispatch
 from jaxkv.terminal.memory import device_memory
-from jaxkv_kernels.mosaic_gpu.runtime import device
 
 Step = Callable[[jax.Array, Any, Any], Any]
 """A function f(i, carry, fixed) -> carry that makes the i-th call."""
@@ -100,7 +100,7 @@ def pace(backend: str, least: float) -> Pace:
 
 def has_clock() -> bool:
     """Whether programs can read the device's clock, which is the case on Hopper GPUs."""
-    return jax.default_backend() == "gpu" and not device.unavailable_reasons(device.CLOCK)
+    return jax.default_backend() == "gpu" and dispatch.clock() is not None
 
 
 class ByHost:
@@ -146,7 +146,9 @@ class ByDevice:
     """
 
     def __init__(self, step: Step, carry, fixed, *, ahead: int, calls: int):
-        from jaxkv_kernels.mosaic_gpu.runtime.stamp import stamp
+        kernels = dispatch.clock()
+        assert kernels is not None, "has_clock() says whether programs can read the device's clock"
+        stamp = kernels.stamp
 
         @partial(jax.jit, donate_argnums=0)
         def chain(carry, fixed, turns):

@@ -31,7 +31,7 @@ from jaxkv.ops.samples import PAGED, sample_options, sample_queries
 from jaxkv_kernels import calls
 from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
-from jaxkv_kernels.xla.softmax import with_sinks
+from jaxkv_kernels.scores import with_sinks
 
 KV_QUERIES = (*FLOATS, "float8_e4m3fn")
 """The dtypes of the queries of `decode_kv`."""

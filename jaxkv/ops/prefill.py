@@ -30,7 +30,7 @@ from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv_kernels import calls
 from jaxkv_kernels.addressing import table_tokens
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
-from jaxkv_kernels.xla.softmax import with_sinks
+from jaxkv_kernels.scores import with_sinks
 
 CHUNK_BYTES = 2**28
 """The default bound on the bytes of the keys and values of a chunk: 26,214 tokens for 16 heads of 192 and 128 values in

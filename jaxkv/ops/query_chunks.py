@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.xla.paged import CHUNK_TOKENS
+from jaxkv_kernels.scores import CHUNK_TOKENS
 
 LOGITS_BYTES = 2**28
 """The default bound on the bytes of a chunk's logits: negligible beside a cache, and enough for 2,048 query tokens x

@@ -28,7 +28,7 @@ from jaxkv.ops.slots import slots_for
 from jaxkv_kernels.addressing import MAX_SLOTS, table_tokens
 from jaxkv_kernels.formats.bits import ordered_bits
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry
-from jaxkv_kernels.xla.softmax import with_sinks
+from jaxkv_kernels.scores import with_sinks
 
 LAST = 2**31 - 1
 """The rank of positions that are not to be selected."""

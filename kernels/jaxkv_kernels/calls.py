@@ -719,6 +719,10 @@ class Kernels:
         """New tokens per request from which on `prefill_mla` is faster than `decode_mla`; None if it never is."""
         return None
 
+    def stamp(self, after: jax.Array) -> jax.Array:
+        """The device's time in nanoseconds modulo 2**32, int32 [1], once all work that `after` depends on is done."""
+        raise NotImplementedError
+
     def write_mla(self, call: WriteMLA) -> jax.Array:
         raise NotImplementedError
 

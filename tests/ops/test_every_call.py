@@ -102,7 +102,12 @@ def test_each_transform(name, axis):
         check(name, [transform], axis)
 
 
-SUPPORTED = {"select_topk": "BN", "merge_states": "BH", "merge_states, of a list": "BH"}
+SUPPORTED = {
+    "select_topk": "BN",
+    "merge_states": "BH",
+    "merge_states, of a list": "BH",
+    "grouped_swiglu, with all arguments": "TK",  # of which the shared expert is one
+}
 """The axes that may have length 0.  Those of other calls are "T", new tokens, and "n", blocks."""
 RAGGED = {name for name in calls.ARGUMENTS if "ragged" in name and name != "ragged_slots"}
 """Calls whose T query tokens are at least one."""
@@ -141,6 +146,8 @@ def test_axes_of_length_0(name):
         for x in jax.tree.leaves(run(one)):
             if x.size and one.buffers:
                 np.testing.assert_array_equal(x, one.buffers[0])
+            elif name.startswith("grouped_swiglu"):
+                assert x.size == 0 or np.isfinite(np.asarray(x)).all()  # the shared expert of each token
             else:
                 assert (np.asarray(x) == -1).all()  # no position can be selected
 

@@ -6,8 +6,8 @@ import pytest
 
 import jaxkv
 from jaxkv_kernels.calls import GroupedSwiglu
-from jaxkv_kernels.expert_groups import expert_groups
-from jaxkv_kernels.logit_cap import capped
+from jaxkv_kernels.experts import expert_groups
+from jaxkv_kernels.scores import capped
 from jaxkv_kernels.xla import experts
 from support import suites
 from support.compare import assert_close

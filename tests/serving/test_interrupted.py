@@ -315,7 +315,7 @@ def test_an_exception_in_the_warm_up(monkeypatch):
     served.tables.warm_up = interrupted
     with pytest.raises(KeyboardInterrupt):
         served.warm_up()
-    for call in (served.step, served.warm_up, served.plan, lambda: served.read(behind=False)):
+    for call in (served.step, served.warm_up, served.schedule, lambda: served.read(behind=False)):
         with pytest.raises(
             RuntimeError, match="this engine has ended, because a step raised KeyboardInterrupt: make a new"
         ):

@@ -15,8 +15,8 @@ from jaxkv.models.weights.weight import EXPERT, Weight
 from jaxkv.ops.products import grouped_swiglu
 from jaxkv.ops.routing import select_experts
 from jaxkv_kernels.calls import Call
+from jaxkv_kernels.experts import SCORES, gated, weights_of
 from jaxkv_kernels.tile_scaled import TileScaled
-from jaxkv_kernels.xla.experts import SCORES, gated, weights_of
 
 
 def read_layers(fields: JsonObject, read: Callable[[JsonObject], Experts]) -> tuple[int, Experts | None]:

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
-from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu import gqa, mla_dense, mla_dense_swap_ab, mla_sparse, quantised_swap_ab
 from jaxkv_kernels.mosaic_gpu.attention_reasons import query_dtype
 from jaxkv_kernels.mosaic_gpu.combine import combine
@@ -20,6 +19,7 @@ from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedGQAConfig, Quant
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, Plan, make_plan, most_partitions, shares_keys
+from jaxkv_kernels.scores import too_large
 from jaxkv_kernels.tuning import configuration
 
 SWAP_AB_ROWS = 16

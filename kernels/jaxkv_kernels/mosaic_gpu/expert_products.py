@@ -36,7 +36,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.expert_groups import usual_rows
+from jaxkv_kernels.experts import usual_rows
 from jaxkv_kernels.mosaic_gpu import e4m3_weights
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, consumer_registers, interpreting, multiprocessors

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.calls import GroupedSwiglu
-from jaxkv_kernels.expert_groups import expert_groups
+from jaxkv_kernels.experts import expert_groups
 from jaxkv_kernels.mosaic_gpu.chosen_experts import MOST_EXPERTS, list_chosen
 from jaxkv_kernels.mosaic_gpu.e4m3_weights import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.expert_products import (

@@ -23,7 +23,8 @@ from jaxkv_kernels.mosaic_gpu import (
 )
 from jaxkv_kernels.mosaic_gpu.decode import GATHERED
 from jaxkv_kernels.mosaic_gpu.runtime import device
-from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, REDUX, WGMMA
+from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, CLOCK, REDUX, WGMMA
+from jaxkv_kernels.mosaic_gpu.runtime.stamp import stamp
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan
 
 _MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla", *GATHERED)}
@@ -42,6 +43,10 @@ def _on(capabilities: Mapping[str, str]) -> Callable[[], list[str]]:
 
 class MosaicGPU(Kernels):
     """Kernels for NVIDIA Hopper."""
+
+    @supports(None, None, _on(CLOCK))
+    def stamp(self, after: jax.Array) -> jax.Array:
+        return stamp(after)
 
     @supports(_MOVED_MLA, entries.unsupported_writes, _on(BULK_COPIES))
     def write_mla(self, call: calls.WriteMLA) -> jax.Array:

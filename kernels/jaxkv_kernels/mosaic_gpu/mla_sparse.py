@@ -83,7 +83,6 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.addressing import Pages, lengths_in_table, slots_for, table_tokens
 from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode
 from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.logit_cap import too_large
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, query_dtype
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
@@ -128,6 +127,7 @@ from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
     load_work_tile,
     plan_slots,
 )
+from jaxkv_kernels.scores import too_large
 from jaxkv_kernels.tuning import configuration, require
 
 COLUMNS = 64

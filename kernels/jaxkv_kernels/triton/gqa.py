@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.calls import DecodeKV, PlanDecode
 from jaxkv_kernels.formats.entries import KVEntry
-from jaxkv_kernels.logit_cap import too_large
+from jaxkv_kernels.scores import too_large
 from jaxkv_kernels.triton.attention import (
     Config,
     EntryLoads,

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
-from jaxkv_kernels.logit_cap import too_large
+from jaxkv_kernels.scores import too_large
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.attention import (
     Config,

@@ -7,16 +7,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxkv_kernels.calls import GroupedSwiglu, ScaledLinear, SelectExperts
-from jaxkv_kernels.expert_groups import expert_groups, usual_rows
+from jaxkv_kernels.experts import SCORES, expert_groups, gated, usual_rows, weights_of
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.xla.paged import walk
-
-SCORES = {
-    "softmax": jax.nn.softmax,
-    "sigmoid": jax.nn.sigmoid,
-    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
-}
-"""The scores of experts, from their logits [T, E]."""
 
 
 def select_experts(call: SelectExperts) -> tuple[jax.Array, jax.Array]:
@@ -29,14 +22,6 @@ def select_experts(call: SelectExperts) -> tuple[jax.Array, jax.Array]:
         choice = jnp.where(kept[..., None], grouped, -jnp.inf).reshape(choice.shape)
     _, experts = lax.top_k(choice, call.per_token)
     return experts, weights_of(scores, experts, normalize=call.normalize, scale=call.scale)
-
-
-def weights_of(scores, experts, *, normalize, scale) -> jax.Array:
-    """The weights [T, K] of experts [T, K], from the scores [T, E] of all."""
-    weights = jnp.take_along_axis(scores, experts, axis=-1)
-    if normalize:
-        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-    return weights * scale
 
 
 def _best(scores, k: int):
@@ -130,13 +115,6 @@ def _swiglu(inner: str, outer: str, x, gate, up, down, biases, limit, alpha):
     gate_bias, up_bias, down_bias = (0.0, 0.0, 0.0) if biases is None else [b.astype(jnp.float32) for b in biases]
     gates, ups = product(inner, x, gate) + gate_bias, product(inner, x, up) + up_bias
     return product(outer, gated(gates, ups, limit, alpha).astype(x.dtype), down) + down_bias
-
-
-def gated(gates, ups, limit, alpha) -> jax.Array:
-    """The values before `down`, of the results of `gate` and `up`; `limit` and `alpha` as in `grouped_swiglu`."""
-    if limit is not None:
-        gates, ups = jnp.minimum(gates, limit), jnp.clip(ups, -limit, limit)
-    return jax.nn.silu(gates) * ups if alpha is None else gates * jax.nn.sigmoid(alpha * gates) * (ups + 1)
 
 
 @jax.jit

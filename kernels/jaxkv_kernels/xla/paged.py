@@ -9,9 +9,8 @@ from jax import lax
 
 from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.gradients import forward_mode_only
+from jaxkv_kernels.scores import CHUNK_TOKENS
 
-CHUNK_TOKENS = 512
-"""Keys per step, rounded up to whole blocks.  They limit the temporary memory of a decode."""
 PART_BYTES = 2**28
 """The bound on the temporary memory of the requests that are computed together: what their keys and scores need, which
 is several times as much as their queries and results.  A single request may need more."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.logit_cap import capped
+from jaxkv_kernels.scores import capped
 from jaxkv_kernels.xla.paged import walk
 
 MASKED = -jnp.inf
@@ -93,16 +93,6 @@ def joined(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax
     total = jnp.where(empty, 1, total)
     out = (outs * weights[..., None]).sum(axis=0) / total[..., None]
     return out, jnp.where(empty, -jnp.inf, top + jnp.log(total))
-
-
-def with_sinks(out, lse, sinks) -> jax.Array:
-    """`out` [..., H, V] multiplied by exp(lse) / (exp(lse) + exp(sink)), the weight that keys keep beside sinks.
-
-    `lse` is [..., H] and `sinks` [H].
-    """
-    sinks = jnp.broadcast_to(sinks, lse.shape)
-    share = jax.nn.sigmoid(jnp.where(lse == -jnp.inf, 0, lse) - sinks)  # rows without keys must not compute inf - inf
-    return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
 
 
 def _sums_of_seen(p, v, seen, precision):

@@ -6,8 +6,9 @@ import jax.numpy as jnp
 from jaxkv_kernels.addressing import load_entries
 from jaxkv_kernels.calls import DecodeMLASparse
 from jaxkv_kernels.extra_slots import ExtraSlots
-from jaxkv_kernels.xla.paged import CHUNK_TOKENS, bytes_per_request, in_parts
-from jaxkv_kernels.xla.softmax import attend, joined, with_sinks
+from jaxkv_kernels.scores import CHUNK_TOKENS, with_sinks
+from jaxkv_kernels.xla.paged import bytes_per_request, in_parts
+from jaxkv_kernels.xla.softmax import attend, joined
 
 
 @jax.jit

@@ -46,7 +46,7 @@ def refusal(call, *files):
 def command_refuses(name, folder, *arguments):
     """The command exits with one line."""
     with pytest.raises(SystemExit, match=rf"^jaxkv {name}: [^\n]+\Z") as error:
-        main([name, *arguments])
+        main([*name.split(), *arguments])
     assert str(folder) in error.value.code
 
 
@@ -101,7 +101,7 @@ class Configuration:
         message = refusal(self.read, self.file)
         assert any(name in message for name in names), (message, names)
         if self.generator.random() < 0.1:
-            command_refuses("step", self.folder, str(self.folder))
+            command_refuses("bench step", self.folder, str(self.folder))
             command_refuses("generate", self.folder, "--model", str(self.folder), "--ids", "1")
 
     def check_absent(self, path):

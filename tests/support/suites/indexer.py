@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv.testing.buffers import to_cache
-from jaxkv_kernels.xla.paged import CHUNK_TOKENS
+from jaxkv_kernels.scores import CHUNK_TOKENS
 from support import scenes
 from support.cases import on_layouts, slow
 from support.compare import assert_close, assert_same_bits

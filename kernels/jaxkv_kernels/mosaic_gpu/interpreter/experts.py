@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jaxkv_kernels.calls import SelectExperts
-from jaxkv_kernels.xla.experts import gated
+from jaxkv_kernels.experts import gated
 from jaxkv_kernels.xla.kernels import XLA
 
 

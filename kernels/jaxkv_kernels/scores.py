@@ -1,9 +1,12 @@
-"""Logit caps: scores become cap * tanh(score / cap)."""
+"""Rules of scores that all implementations share: logit caps (cap * tanh(score / cap)) and attention sinks."""
 
 from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
+
+CHUNK_TOKENS = 512
+"""Keys per step, rounded up to whole blocks.  They limit the temporary memory of a decode."""
 
 LARGEST_BY_POWERS = 64
 """The largest cap of kernels that compute tanh from a power of two.
@@ -24,3 +27,13 @@ def too_large(cap: float | None) -> Iterator[str]:
     """Yields a reason if the cap is too large for kernels that compute tanh from a power of two."""
     if cap is not None and cap > LARGEST_BY_POWERS:
         yield f"`logit_cap` of {cap}: supports at most {LARGEST_BY_POWERS}, because of the error of its tanh"
+
+
+def with_sinks(out, lse, sinks) -> jax.Array:
+    """`out` [..., H, V] multiplied by exp(lse) / (exp(lse) + exp(sink)), the weight that keys keep beside sinks.
+
+    `lse` is [..., H] and `sinks` [H].
+    """
+    sinks = jnp.broadcast_to(sinks, lse.shape)
+    share = jax.nn.sigmoid(jnp.where(lse == -jnp.inf, 0, lse) - sinks)  # rows without keys must not compute inf - inf
+    return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)

@@ -1,4 +1,7 @@
-"""Tokens sorted by expert: the rows of each expert follow one another, and are divided into tiles."""
+"""Rules of experts that all implementations share: their scores and weights, activations, and tokens by expert.
+
+The tokens of each expert follow one another, and are divided into tiles.
+"""
 
 import math
 from typing import NamedTuple
@@ -10,6 +13,14 @@ FEW = 2048
 """The most choices of which all pairs are compared."""
 BLOCK = 512
 """With more choices, the size of the blocks in which all pairs are compared."""
+
+
+SCORES = {
+    "softmax": jax.nn.softmax,
+    "sigmoid": jax.nn.sigmoid,
+    "sqrtsoftplus": lambda logits: jnp.sqrt(jax.nn.softplus(logits)),
+}
+"""The scores of experts, from their logits [T, E]."""
 
 
 class Groups(NamedTuple):
@@ -93,3 +104,18 @@ def _tokens(rows, num_rows: int, per_token: int):
     if rows.size > FEW:
         return jnp.zeros(num_rows, jnp.int32).at[rows].set(tokens, mode="drop", unique_indices=True)
     return jnp.where(rows == jnp.arange(num_rows, dtype=jnp.int32)[:, None], tokens, 0).max(axis=1)
+
+
+def weights_of(scores, experts, *, normalize, scale) -> jax.Array:
+    """The weights [T, K] of experts [T, K], from the scores [T, E] of all."""
+    weights = jnp.take_along_axis(scores, experts, axis=-1)
+    if normalize:
+        weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
+    return weights * scale
+
+
+def gated(gates, ups, limit, alpha) -> jax.Array:
+    """The values before `down`, of the results of `gate` and `up`; `limit` and `alpha` as in `grouped_swiglu`."""
+    if limit is not None:
+        gates, ups = jnp.minimum(gates, limit), jnp.clip(ups, -limit, limit)
+    return jax.nn.silu(gates) * ups if alpha is None else gates * jax.nn.sigmoid(alpha * gates) * (ups + 1)
