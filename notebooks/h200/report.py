@@ -342,7 +342,18 @@ def _by_hand(name: str) -> str:
 
 
 def _paragraph(text: str) -> str:
-    return textwrap.fill(text, 120, break_on_hyphens=False, break_long_words=False)
+    return textwrap.fill(_with_subcommands(text), 120, break_on_hyphens=False, break_long_words=False)
+
+
+SUBCOMMANDS = "step", "ttft", "offload", "parallel", "hot-rows"
+"""Of `jaxkv bench`, which were commands of their own when files were recorded; as was `jaxkv serve-bench`."""
+
+
+def _with_subcommands(text: str) -> str:
+    """Recorded commands as they are run today."""
+    moved = "|".join(SUBCOMMANDS)
+    text = re.sub(rf"\bjaxkv ({moved})\b", r"jaxkv bench \1", text.replace("jaxkv serve-bench", "jaxkv bench serve"))
+    return re.sub(rf"\bjaxkv bench(?! (ops|serve|{moved})\b)", "jaxkv bench ops", text)
 
 
 def step_name(row: dict) -> str:
@@ -379,7 +390,7 @@ def main():
         text, count = readme.read_text(), 0
         for name, table in TABLES.items():
             marks = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
-            text, found = marks.subn(lambda _, table=table: f"{table()}\n", text)
+            text, found = marks.subn(lambda _, table=table: f"{_with_subcommands(table())}\n", text)
             count += found
         if not count:
             parser.error(f"{readme} has no marks: expected a pair such as `<!-- speed -->` and `<!-- /speed -->`")
