@@ -9,20 +9,20 @@ Operations are pure functions: they take the cache and the layer as arguments, a
     cache = write_mla(cache, kv_c, k_pe, slots, layer=5)
     out = decode_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer=5, scale=192**-0.5)
 
-- **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`,
-  `StateEntry`.  `TokenShards` says which tokens of a request a cache has that is one of several.
-- **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
   read them back, and `gather_entries` reads their bytes.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
-  `prefill_mla`, `prefill_kv`, for many new tokens;
-  `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and attend as tpu-inference's kernels do;
-  `decode_mla_sparse`, to slots of one cache or, with `ExtraCache`, of two; the V3.2 indexer (`indexer_logits`,
-  `select_topk`, `positions_to_slots`, and `select_slots`, which runs them on prompts of any length); `merge_states`.
+  `prefill_mla`, `prefill_kv`, for many new tokens; `decode_mla_sparse`, to slots of one cache or, with `ExtraCache`, of
+  two; the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and `select_slots`, which runs them on
+  prompts of any length); `merge_states`; `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and
+  attend with the arguments of tpu-inference's kernels.
 - **States**: `write_state`, `read_state` store and read those of recurrent layers and compressors.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`;
   `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight.
+- **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
+- **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`,
+  `StateEntry`.  `TokenShards` defines which tokens of a request each of several devices' caches has.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
@@ -56,56 +56,64 @@ from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.tile_scaled import TileScaled
 
-__all__ = [
-    "ORDERS",
-    "CacheLayout",
-    "DecodePlan",
-    "Explanation",
-    "ExtraCache",
-    "Group",
-    "IndexerEntry",
-    "KVCache",
-    "KVEntry",
-    "MLAEntry",
-    "PackedLayout",
-    "StateEntry",
-    "Strides",
-    "TileScaled",
-    "TokenShards",
-    "checked",
-    "convert_blocks",
-    "copy_blocks",
-    "decode_kv",
-    "decode_mla",
-    "decode_mla_sparse",
-    "explain",
-    "gather_entries",
-    "gather_indexer_k",
-    "gather_kv",
+__all__ = [  # noqa: RUF022 (the order of the API reference)
+    # New tokens
+    "write_mla",
+    "write_kv",
+    "write_indexer_k",
     "gather_mla",
-    "grouped_swiglu",
-    "implementations",
+    "gather_kv",
+    "gather_indexer_k",
+    "gather_entries",
+    # Attention
+    "decode_mla",
+    "decode_kv",
+    "plan_decode",
+    "DecodePlan",
+    "prefill_mla",
+    "prefill_kv",
+    "decode_mla_sparse",
+    "ExtraCache",
     "indexer_logits",
+    "select_topk",
+    "positions_to_slots",
+    "select_slots",
     "merge_states",
     "mla_ragged_paged_attention",
-    "plan_decode",
-    "positions_to_slots",
-    "prefill_kv",
-    "prefill_mla",
     "ragged_paged_attention",
-    "ragged_slots",
-    "read_blocks",
-    "read_state",
-    "scaled_linear",
-    "select_experts",
-    "select_slots",
-    "select_topk",
-    "slots_for",
-    "write_blocks",
-    "write_indexer_k",
-    "write_kv",
-    "write_mla",
+    # States
     "write_state",
+    "read_state",
+    # Whole blocks
+    "copy_blocks",
+    "read_blocks",
+    "write_blocks",
+    "convert_blocks",
+    # Weights
+    "select_experts",
+    "grouped_swiglu",
+    "scaled_linear",
+    "TileScaled",
+    # Slots
+    "slots_for",
+    "ragged_slots",
+    # Caches
+    "KVCache",
+    "CacheLayout",
+    "ORDERS",
+    "Strides",
+    "PackedLayout",
+    "Group",
+    "TokenShards",
+    "MLAEntry",
+    "KVEntry",
+    "IndexerEntry",
+    "StateEntry",
+    # Diagnosis
+    "explain",
+    "Explanation",
+    "implementations",
+    "checked",
 ]
 
 __version__ = version("jaxkv")

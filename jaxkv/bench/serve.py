@@ -247,7 +247,7 @@ def run(args: argparse.Namespace) -> int:
     tables = tables_of(described.layout(1), block_size)
 
     def held(tokens: float) -> int:
-        """The most blocks of a request of so many tokens."""
+        """The most blocks of a request of `tokens` tokens."""
         return sum(table.most_held(math.ceil(tokens), args.chunk * args.max_chunks) for table in tables)
 
     mean = float(np.mean(lengths.prompts + lengths.outputs))

@@ -47,7 +47,7 @@ format: floats have magnitudes below 2.
 
 
 def blocks_for(model: Model, tokens: int, new_tokens: int = 1) -> int:
-    """Blocks of a request of so many tokens, the new ones included."""
+    """Blocks of a request of `tokens` tokens, the new ones included."""
     return sum(_count(table, tokens, new_tokens) for table in _tables(model))
 
 

@@ -35,7 +35,7 @@ class SubBatch:
     """The same for layers with a window."""
 
     expanded: bool = field(metadata={"static": True})
-    """Whether layers call `prefill_mla`, because the new tokens are so many that it is faster."""
+    """Whether layers call `prefill_mla`: it is faster for this number of new tokens."""
 
     shape: tuple[int, int] = field(metadata={"static": True})
     """(B, Q)."""

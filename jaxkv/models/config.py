@@ -151,7 +151,7 @@ class GQA:
     biases: bool = False
     """Whether queries, keys, values and the output have biases (GPT-OSS; Llama and SmolLM3 with `attention_bias`)."""
     window: int | None = None
-    """In `windowed` layers, a query sees so many tokens, itself included; None if there are no such layers."""
+    """Tokens that a query sees in `windowed` layers, itself included; None if there are no such layers."""
     windowed: tuple[int, ...] = ()
     """The layers with a window, in order."""
     unrotated: tuple[int, ...] = ()

@@ -118,10 +118,10 @@ def prefill_mla(
     the rows of the first `num_decodes` requests, because expanding cached tokens does not pay for one query token.
 
     On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
-    multiples of 8; a kernel of this library that to earlier tokens, for keys of 128 + 64 and values of 128 and without
-    `cu_q_lens`.  As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may
-    then reach those that do not see it.  All other calls, and those with `implementation="xla"`, run on XLA.  Tokens
-    that no query token sees have no influence.  Unlike in `decode_mla`, a token in a block outside the cache is not
+    multiples of 8.  Without `cu_q_lens`, jaxkv's kernel computes attention to earlier tokens if keys are 128 + 64 and
+    values 128.  As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may then
+    reach those that do not see it.  All other attention runs on XLA.  Tokens that no query token sees have no
+    influence.  Unlike in `decode_mla`, a token in a block outside the cache is not
     masked, but has an entry of zeros, and so have all tokens if a traced layer is outside the cache.
 
     Args:

@@ -1,4 +1,4 @@
-"""The README's recipe for a model family, followed for Mistral without a window, whose weights have Llama's names."""
+"""CONTRIBUTING's recipe for a model family, followed for Mistral without a window, whose weights have Llama's names."""
 
 import json
 import shutil

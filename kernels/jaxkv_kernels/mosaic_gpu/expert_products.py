@@ -60,7 +60,7 @@ MOST_ROWS = 128
 ONE_CONSUMER = 64
 """The most rows of a tile for which one consumer is faster than two."""
 FEW_TOKENS = 64
-"""Up to so many tokens, a tile has room for all of them, and they are not sorted by expert."""
+"""The most tokens that all fit in a tile, and are therefore not sorted by expert."""
 MOST_ROWS_OF_FP8 = 112
 """The most rows of a tile with weights in float8.  With 128, for which registers do not suffice, 8,192 tokens take 2.22
 instead of 1.85; with 64, 2.09."""
@@ -166,8 +166,8 @@ def products(
       shared: the matrices of n experts after the E of `matrices`, without scales: gate and up [n, I, D], or one
         [I, n, D].
       num_rows: P, if `rows` has fewer rows, because every tile multiplies all of them.
-      parts: if positive, rows are multiplied with one matrix [1, I, D], of which each tile takes one of so many equal
-        parts of the summed dimension: `tiles` has numbers of parts instead of experts.
+      parts: if positive, rows are multiplied with one matrix [1, I, D], whose summed dimension is divided into `parts`
+        equal parts, one per tile: `tiles` has numbers of parts instead of experts.
       biases: vectors [E, I] that are added to gate row and up row; none for e4m3 matrices, or with `shared`.
       limit: if given, gate row is at most that, and up row lies between -limit and limit.
       alpha: if given, the result is g * sigmoid(alpha g) * (u + 1) of g = gate row and u = up row.

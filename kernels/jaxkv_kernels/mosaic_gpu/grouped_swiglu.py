@@ -8,7 +8,7 @@ down.  XLA prepares their rows, and adds up the experts' results:
 - If a tile has room for all tokens, and weights are not in float8, each chosen expert multiplies all of them
   (`chosen_experts.py`), which takes one kernel.  Reading the weights takes longer than the products.
 - Otherwise, the tokens' choices are sorted by expert, and the tokens are copied to rows in that order
-  (`expert_groups.py`).
+  (`expert_groups` of `jaxkv_kernels/experts.py`).
 
 The expert of all tokens is computed by the same kernels, as further experts that every token has chosen, or by XLA
 (`_joins`).

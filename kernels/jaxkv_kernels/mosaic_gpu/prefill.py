@@ -161,7 +161,7 @@ def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.A
 
 
 def splits_of(tiles: int, keys: int) -> int:
-    """Into how many splits `keys` are divided, for so many tiles of query rows: the fewest that fill the GPU well."""
+    """Splits of `keys`, given the number of tiles of query rows: the fewest that fill the GPU well."""
     at_once = multiprocessors()
 
     def rounds(splits: int) -> float:

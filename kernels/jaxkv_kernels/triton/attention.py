@@ -241,7 +241,7 @@ def load_keys_and_values(entry, known, LOADS: tl.constexpr):
 
 @triton.jit
 def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
-    """The values of latents from FIRST on: one tile, or two with `in_pairs`."""
+    """The values of latents from FIRST on: one tile, or two if `LOADS.ways` is 2."""
     left: tl.constexpr = LOADS.first - FIRST
     COLUMNS: tl.constexpr = LOADS.first_columns
     if LOADS.format == "fp8_ds_mla":
@@ -259,7 +259,7 @@ def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
 
 @triton.jit
 def _rope_tile(entry, known, LOADS: tl.constexpr):
-    """The rotary keys: one tile, or two with `in_pairs`."""
+    """The rotary keys: one tile, or two if `LOADS.ways` is 2."""
     COLUMNS: tl.constexpr = LOADS.second_columns
     if LOADS.format == "fp8_ds_mla":
         ropes = (entry + LOADS.first + 4 * (LOADS.first // SCALE_TILE)).to(tl.pointer_type(tl.bfloat16))

@@ -190,7 +190,7 @@ def least_by_flops(heads: ExpandedHeads) -> int | None:
 def _aligned(context: Context[Any], q, window: int | None = None) -> tuple[jax.Array, jax.Array]:
     """The attention of queries [B, Q, H, D], aligned to the end: out and lse.
 
-    With `window`, a query sees the last so many tokens, itself included.
+    With `window`, a query sees the last `window` tokens, itself included.
     """
     batch, tokens, heads, _ = q.shape
     scale, dense = context.call.scale, context.dense

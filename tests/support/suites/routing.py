@@ -1,4 +1,4 @@
-"""Which experts a token passes through."""
+"""Top-k routing of experts."""
 
 import jax.numpy as jnp
 import numpy as np
