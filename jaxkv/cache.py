@@ -1,13 +1,16 @@
 """A cache: one flat buffer and its layout."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 from jaxkv.layout.layout import CacheLayout
 from jaxkv_kernels.formats.entries import Entry
+
+# Not a type parameter of the functions: pdoc resolves the names in quoted annotations in this module.
+Kind = TypeVar("Kind", bound=Entry)
 
 
 @jax.tree_util.register_dataclass
@@ -23,7 +26,7 @@ class KVCache[E: Entry]:
     layout: CacheLayout[E] = field(metadata={"static": True})
 
     @staticmethod
-    def zeros[Kind: Entry](layout: CacheLayout[Kind], *, device: Any = None) -> "KVCache[Kind]":
+    def zeros(layout: CacheLayout[Kind], *, device: Any = None) -> "KVCache[Kind]":
         """A cache of zeros, on `device` (or with that sharding).
 
         All groups of a `PackedLayout` have one buffer: a cache of any of them can be viewed as one of the others.
@@ -38,7 +41,7 @@ class KVCache[E: Entry]:
     def __repr__(self):
         return f"KVCache({self.layout!r})"  # without the buffer's values
 
-    def view[Kind: Entry](self, layout: CacheLayout[Kind]) -> "KVCache[Kind]":
+    def view(self, layout: CacheLayout[Kind]) -> "KVCache[Kind]":
         """The same buffer with another layout, such as that of another group of a `PackedLayout`.
 
         ValueError unless the two layouts have buffers of the same size and dtype, and divide tokens over devices in the

@@ -5,7 +5,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
@@ -76,6 +76,10 @@ class TokenShards:
 
 UNDIVIDED = TokenShards()
 """One device has all tokens."""
+
+
+# Not a type parameter of the functions: pdoc resolves the names in quoted annotations in this module.
+Kind = TypeVar("Kind", bound=Entry)
 
 
 @dataclass(frozen=True, init=False)
@@ -163,7 +167,7 @@ class CacheLayout[E: Entry]:
             self._set_addresses(_checked_strides(strides), offset, checked_int("size", size))
 
     @staticmethod
-    def from_strides[Kind: Entry](
+    def from_strides(
         *,
         num_layers: int,
         num_blocks: int,

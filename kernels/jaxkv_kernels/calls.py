@@ -10,8 +10,6 @@ H heads of the cache, M columns of a block table, R values of a latent, P of a r
 All integer arrays are int32, and all lengths and sums are valid: operations clamp them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple, dataclass_transform
@@ -42,7 +40,7 @@ class Call[Result]:
     operation: ClassVar[str]
     """The name of the public function, and of the method of `Kernels`."""
 
-    def run_on(self, kernels: Kernels) -> Result:
+    def run_on(self, kernels: "Kernels") -> Result:
         """The result of the implementation's kernel."""
         raise NotImplementedError
 
@@ -94,7 +92,7 @@ class WriteMLA(CacheCall[jax.Array, MLAEntry]):
     """float32 [T, P], the cosines, then the sines by which `k_pe` is rotated."""
     interleaved: bool = field(metadata=STATIC)
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.write_mla(self)
 
 
@@ -113,7 +111,7 @@ class WriteKV(CacheCall[jax.Array, KVEntry]):
     """float32, a scalar or [H]; None if the format has no scale."""
     v_scale: jax.Array | None
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.write_kv(self)
 
 
@@ -127,7 +125,7 @@ class WriteIndexerK(CacheCall[jax.Array, IndexerEntry]):
     slot_mapping: jax.Array
     """[T]."""
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.write_indexer_k(self)
 
 
@@ -153,7 +151,7 @@ class GatherMLA(GatherCall[tuple[jax.Array, jax.Array], MLAEntry]):
     kv_scale: jax.Array | None
     dtype: jnp.dtype = field(metadata=STATIC)
 
-    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.gather_mla(self)
 
 
@@ -166,7 +164,7 @@ class GatherKV(GatherCall[tuple[jax.Array, jax.Array], KVEntry]):
     v_scale: jax.Array | None
     dtype: jnp.dtype = field(metadata=STATIC)
 
-    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.gather_kv(self)
 
 
@@ -177,7 +175,7 @@ class GatherIndexerK(GatherCall[jax.Array, IndexerEntry]):
     operation = "gather_indexer_k"
     dtype: jnp.dtype = field(metadata=STATIC)
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.gather_indexer_k(self)
 
 
@@ -187,7 +185,7 @@ class GatherEntries(GatherCall[jax.Array, Entry]):
 
     operation = "gather_entries"
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.gather_entries(self)
 
 
@@ -216,7 +214,7 @@ class PlanDecode(BlocksCall[Any]):
     def entries(self) -> tuple[Entry, ...]:
         return (self.entry,)
 
-    def run_on(self, kernels: Kernels) -> Any:
+    def run_on(self, kernels: "Kernels") -> Any:
         return kernels.plan_decode(self)
 
 
@@ -247,7 +245,7 @@ class DecodeMLA(DecodeCall[MLAEntry]):
     """[B, Q, Hq, P]."""
     kv_scale: jax.Array | None
 
-    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.decode_mla(self)
 
 
@@ -261,7 +259,7 @@ class DecodeKV(DecodeCall[KVEntry]):
     k_scale: jax.Array | None
     v_scale: jax.Array | None
 
-    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.decode_kv(self)
 
 
@@ -292,7 +290,7 @@ class DecodeMLASparse(CacheCall[tuple[jax.Array, jax.Array], MLAEntry]):
     def entries(self) -> tuple[Entry, ...]:
         return (self.entry,) if self.extra is None else (self.entry, self.extra.entry)
 
-    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.decode_mla_sparse(self)
 
 
@@ -329,7 +327,7 @@ class PrefillMLA(PrefillCall[MLAEntry]):
     cu_q_lens: jax.Array | None
     """[B + 1], the running sum of the query tokens of requests that follow one another; None if all have Q."""
 
-    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.prefill_mla(self)
 
     @property
@@ -353,7 +351,7 @@ class PrefillKV(PrefillCall[KVEntry]):
     v_scale: jax.Array | None
     window: int | None = field(metadata=STATIC)
 
-    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.prefill_kv(self)
 
     @property
@@ -395,7 +393,7 @@ class IndexerLogits(CacheCall[jax.Array, IndexerEntry]):
     seq_lens: jax.Array
     max_len: int = field(metadata=STATIC)
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.indexer_logits(self)
 
 
@@ -408,7 +406,7 @@ class SelectTopk(Call[jax.Array]):
     """float32 [..., N]."""
     k: int = field(metadata=STATIC)
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.select_topk(self)
 
 
@@ -422,7 +420,7 @@ class MergeStates(Call[tuple[jax.Array, jax.Array]]):
     lses: jax.Array
     """float32 [N, ...]."""
 
-    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.merge_states(self)
 
 
@@ -439,7 +437,7 @@ class WriteState(CacheCall[jax.Array, StateEntry]):
     slots: jax.Array
     """[T]."""
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.write_state(self)
 
 
@@ -451,7 +449,7 @@ class ReadState(CacheCall[dict[str, jax.Array], StateEntry]):
     slots: jax.Array
     """[T]."""
 
-    def run_on(self, kernels: Kernels) -> dict[str, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> dict[str, jax.Array]:
         return kernels.read_state(self)
 
 
@@ -465,7 +463,7 @@ class CopyBlocks(BlocksCall[jax.Array]):
     dst: jax.Array
     """[n]; pairs with an id outside the cache are skipped."""
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.copy_blocks(self)
 
 
@@ -477,7 +475,7 @@ class ReadBlocks(BlocksCall[jax.Array]):
     blocks: jax.Array
     """[n]."""
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.read_blocks(self)
 
 
@@ -491,7 +489,7 @@ class WriteBlocks(BlocksCall[jax.Array]):
     data: jax.Array
     """[n, block_elements]."""
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.write_blocks(self)
 
 
@@ -514,7 +512,7 @@ class SelectExperts(Call[tuple[jax.Array, jax.Array]]):
     normalize: bool = field(metadata=STATIC)
     scale: float = field(metadata=STATIC)
 
-    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.select_experts(self)
 
 
@@ -542,7 +540,7 @@ class GroupedSwiglu(Call[jax.Array]):
     limit: float | None = field(metadata=STATIC)
     alpha: float | None = field(metadata=STATIC)
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.grouped_swiglu(self)
 
 
@@ -554,7 +552,7 @@ class ScaledLinear(Call[jax.Array]):
     x: jax.Array
     weight: TileScaled
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.scaled_linear(self)
 
 
@@ -594,7 +592,7 @@ class FetchRows(HotRowsCall[tuple[jax.Array, jax.Array, jax.Array]]):
     copied: bool = field(metadata=STATIC)
     """Whether entries are copied to their rows."""
 
-    def run_on(self, kernels: Kernels) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array, jax.Array]:
         return kernels.fetch_rows(self)
 
 
@@ -608,7 +606,7 @@ class StoreRows(HotRowsCall[jax.Array]):
     host_slots: jax.Array
     """[N], in host memory."""
 
-    def run_on(self, kernels: Kernels) -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.store_rows(self)
 
 
