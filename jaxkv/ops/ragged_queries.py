@@ -33,7 +33,7 @@ class Groups:
 
     requests: jax.Array
     """[G]: the request of each group; -1 for unused groups."""
-    behind: jax.Array
+    num_trailing: jax.Array
     """[G]: how many query tokens of the request come after the group."""
     tokens: jax.Array
     """[G, size]: the query token in each place.  The tokens of a group are at its end; the places before them hold any
@@ -73,8 +73,8 @@ def divide(cu_q_lens: jax.Array, *, total: int, size: int) -> Groups:
     group = jnp.arange((total + batch * (size - 1)) // size, dtype=jnp.int32)
     request = _first_above(after, group)
     used, request = request < batch, jnp.minimum(request, batch - 1)
-    behind = jnp.where(used, (after[request] - 1 - group) * size, 0)
-    end = cu_q_lens[request] + counts[request] - behind
+    num_trailing = jnp.where(used, (after[request] - 1 - group) * size, 0)
+    end = cu_q_lens[request] + counts[request] - num_trailing
     tokens = end[:, None] - size + jnp.arange(size, dtype=jnp.int32)
 
     token = jnp.arange(total, dtype=jnp.int32)
@@ -85,7 +85,7 @@ def divide(cu_q_lens: jax.Array, *, total: int, size: int) -> Groups:
     none = group.size * size
     return Groups(
         requests=jnp.where(used, request, -1),
-        behind=behind,
+        num_trailing=num_trailing,
         tokens=jnp.clip(tokens, 0, total - 1),
         places=jnp.where(owned & (places >= 0), jnp.minimum(places, none), none),
     )
@@ -161,7 +161,7 @@ class Arrangement:
             request = jnp.maximum(groups.requests, 0)
             lengths = lengths_in_table(seq_lens, block_tables, block_size)[request]
             if self.causal:
-                lengths = lengths - groups.behind
+                lengths = lengths - groups.num_trailing
             return block_tables[request], jnp.where(groups.requests < 0, 0, lengths)
 
         return computed(of_groups, self.groups, block_tables, seq_lens)

@@ -385,17 +385,17 @@ def query_rows(group, KV_HEADS: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def _visible(known, position, sight, Q_LEN: tl.constexpr, WINDOW: tl.constexpr):
+def _visible(known, position, kv_end, Q_LEN: tl.constexpr, WINDOW: tl.constexpr):
     """A mask of the visible keys, [1 or rows, keys].
 
     A key is visible if it is `known` (its position is in the work tile and its block in the cache), and if its
-    `position` [keys] is within the window and before `sight` [rows], the end of what the row's query token sees.
+    `position` [keys] is within the window and before `kv_end` [rows], the end of what the row's query token sees.
     """
     visible = known[None, :]
     if Q_LEN > 1:
-        visible = visible & (position[None, :] < sight[:, None])
+        visible = visible & (position[None, :] < kv_end[:, None])
     if WINDOW is not None:
-        visible = visible & (position[None, :] >= sight[:, None] - WINDOW)
+        visible = visible & (position[None, :] >= kv_end[:, None] - WINDOW)
     return visible
 
 
@@ -439,7 +439,7 @@ def attend_tiles(
     key = tl.arange(0, KEYS)
     block = tl.load(table + (begin + key) // TABLE_BLOCK, mask=begin + key < end, other=-1)
     length = tl.minimum(tl.load(seq_lens + request), TABLE * TABLE_BLOCK)
-    sight = length - (Q_LEN - 1) + token
+    kv_end = length - (Q_LEN - 1) + token
     row_max = tl.full((ROWS,), NO_KEYS, tl.float32)
     row_sum = tl.zeros((ROWS, KEYS) if SUM_PER_COLUMN else (ROWS,), tl.float32)
     for start in tl.range(begin, end, KEYS):
@@ -452,7 +452,7 @@ def attend_tiles(
         score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
         if LOADS.per_token:
             score *= factors[0][None, :]
-        visible = _visible(known, position, sight, Q_LEN, WINDOW)
+        visible = _visible(known, position, kv_end, Q_LEN, WINDOW)
         score = tl.where(visible, cap_scores(score * scale, CAP, LOADS.dtype), MASKED)
         weight, rescale, row_max = update_max(score, row_max, LOADS.dtype)
         row_sum = update_sum(row_sum, rescale, weight)
