@@ -1,5 +1,6 @@
 """What Triton makes of the kernels of a call for a GPU that need not be there: compiled, or lowered by jax-triton."""
 
+import itertools
 import re
 import subprocess
 from contextlib import contextmanager
@@ -28,7 +29,8 @@ POINTERS = {
 }
 
 building = jax.make_user_context(default_value=0)
-"""The compute capability that is built for: what is traced for one must not serve another."""
+"""The number of the build: what is traced for one must not serve another, which would then launch nothing."""
+BUILDS = itertools.count(1)
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ def builds_of(capability, call):
         return tuple(jnp.zeros(x.shape, x.dtype) for x in (*updated, *results))
 
     with (
-        building(capability),
+        building(next(BUILDS)),
         mock.patch("jaxkv_kernels.triton.launch._through_jax_triton", compile),
         mock.patch("jaxkv_kernels.triton.launch._capability", return_value=capability),
     ):
