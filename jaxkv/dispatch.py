@@ -73,7 +73,7 @@ def implementations() -> dict[str, str]:
 
 def run[Result](call: Call[Result], implementation: str | Sequence[str] | None) -> Result:
     """The result of `call` from the backend that `choose` returns."""
-    return run_on(choose(call, implementation), call)
+    return run_kernel(choose(call, implementation), call)
 
 
 def choose(call: Call[Any], implementation: str | Sequence[str] | None) -> Backend:
@@ -125,7 +125,7 @@ def clock() -> Kernels | None:
     return None
 
 
-def run_on[Result](backend: Backend, call: Call[Result]) -> Result:
+def run_kernel[Result](backend: Backend, call: Call[Result]) -> Result:
     """The result of the backend's kernel for a call that it supports.  The first run of each operation is logged.
 
     Unless its kernels are `transformable`, differentiating them raises NotImplementedError, and `jax.vmap` runs the
@@ -133,22 +133,18 @@ def run_on[Result](backend: Backend, call: Call[Result]) -> Result:
     """
     _log_once(call.operation, backend.name)
     kernels = backend.kernels()
-    run = _runner(kernels)
+
+    def kernel(call: Call[Any]) -> Any:
+        return call.run_on(kernels)
+
     if not kernels.transformable:
         reason = f"{call.operation} has no gradients on {backend.name}: use `implementation='xla'`"
         # Pallas batches kernels by a longer grid, in which some that load by TMA returned wrong results (an H200 with
         # jax 0.11.2).
-        run, call = sequential_vmap(run), without_gradients(call, reason)
+        kernel, call = sequential_vmap(kernel), without_gradients(call, reason)
     # Kernels are written for JAX's default promotion rules, but the user's program may have stricter ones.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        return run(call)
-
-
-def _runner(kernels: Kernels) -> Callable[[Call[Any]], Any]:
-    def run(call: Call[Any]) -> Any:
-        return call.run_on(kernels)
-
-    return run
+        return kernel(call)
 
 
 def _requested(implementation: str | Sequence[str] | None) -> list[Backend]:

@@ -153,7 +153,9 @@ class Bench:
         cases = {"cold": _served(engine, prompt), "device": _served(engine, prompt)}
         cases["host"] = _served(self._engine(self._host), prompt)
         self._host.flush()
-        cases["disk"] = _served(self._engine(self._pool()), prompt)
+        pool = self._pool()
+        cases["disk"] = _served(self._engine(pool), prompt)
+        pool.flush()  # otherwise it would still write when the folder is removed
         return cases
 
     def cold_kernels(self) -> KernelTimes | None:
@@ -165,7 +167,9 @@ class Bench:
             for _ in engine().run():
                 pass
 
-        return kernels_of(serve, repeats=1)
+        found = kernels_of(serve, repeats=1)
+        self._host.flush()
+        return found
 
     def _new_prompt(self) -> list[int]:
         # Without a seed, because the folder may hold blocks of the same prompt from an earlier run.

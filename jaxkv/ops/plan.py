@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, check_cache, float_dtype, int32, positive_int, static_bool, window_of
-from jaxkv.dispatch import BACKENDS, Implementations, choose, run_on
+from jaxkv.dispatch import BACKENDS, Implementations, choose, run_kernel
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.ragged_queries import Groups, arrange
 from jaxkv.ops.samples import HEADS, PAGED
@@ -151,7 +151,7 @@ def plan_decode(
             raise
         raise NotImplementedError(f"{error}; {_instead(call)}") from None
     shape = Shape.of(tables, pages, entry, call.heads, call.q_len, window, call.dtype)
-    schedule = run_on(backend, call)
+    schedule = run_kernel(backend, call)
     return DecodePlan(schedule, int32(seq_lens), arrangement.groups, shape, backend.name, call.batch_invariant)
 
 
@@ -222,7 +222,7 @@ def run_planned[E: Entry](
         raise ValueError(
             f"`plan` is batch-invariant on {plan.implementation} only: `implementation={backend.name!r}` cannot use it"
         )
-    return run_on(backend, call)
+    return run_kernel(backend, call)
 
 
 def _sample(cache):

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 
 import jaxkv
+from jaxkv import dispatch
 from jaxkv.bench import ops, timing
 from jaxkv.bench import workload as workload_module
 from jaxkv.bench.inputs import PATTERN_BLOCKS, arguments, filled, inputs
@@ -158,7 +159,8 @@ def stamped(monkeypatch, read):
         return np.full(1, read(), np.int64).astype(np.int32)
 
     shape = jax.ShapeDtypeStruct((1,), jnp.int32)
-    monkeypatch.setattr(stamp, "stamp", lambda after: jax.pure_callback(low, shape, after))
+    kernels = SimpleNamespace(stamp=lambda after: jax.pure_callback(low, shape, after))
+    monkeypatch.setattr(dispatch, "clock", lambda: kernels)
 
 
 @pytest.fixture(params=[False, True], ids=["by host", "by device"])

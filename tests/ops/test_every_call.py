@@ -169,8 +169,11 @@ def test_kernels_that_jax_cannot_batch_run_one_after_the_other():
     one, two = (calls.called("write_mla", seed) for seed in (0, 1))
     write = next(operation for operation in OPERATIONS if operation.function is jaxkv.write_mla)
 
+    def run_other(**given):
+        return dispatch.run_kernel(other, write.call(**given))
+
     def call(arrays, buffers):
-        return calls.Called(lambda **given: dispatch.run_on(other, write.call(**given)), one.arguments)(arrays, buffers)
+        return calls.Called(run_other, one.arguments)(arrays, buffers)
 
     arrays = [np.stack(x) for x in zip(one.arrays, two.arrays, strict=True)]
     batched = jax.jit(jax.vmap(call, in_axes=(0, None)))

@@ -232,7 +232,7 @@ def test_kernels_that_jax_cannot_differentiate_refuse(derive):
     merge = next(operation for operation in OPERATIONS if operation.function is jaxkv.merge_states)
 
     def total(outs, lses):
-        return dispatch.run_on(other, merge.call(outs, lses))[0].sum()
+        return dispatch.run_kernel(other, merge.call(outs, lses))[0].sum()
 
     values = [jnp.ones((2, 3, 4)), jnp.ones((2, 3))]
     assert np.isfinite(jax.jit(total)(*values))
