@@ -55,10 +55,15 @@ def _triton() -> Kernels:
     return Triton()
 
 
+@cache
+def _xla() -> Kernels:
+    return XLA()
+
+
 BACKENDS = (
     Backend("mosaic_gpu", "NVIDIA Hopper", _mosaic_gpu, lambda: hopper.unavailable_reasons(hopper.ANY)),
     Backend("triton", "NVIDIA GPUs, Ampere and later", _triton, lambda: ampere.unavailable_reasons()),
-    Backend("xla", "any device", XLA, list),
+    Backend("xla", "any device", _xla, lambda: []),
 )
 """In order of priority.  The last one has a kernel for every operation."""
 
@@ -161,7 +166,7 @@ def _requested(implementation: str | Sequence[str] | None) -> list[Backend]:
 
 
 def _warn_of_slower(call: Call[Any], chosen: Backend) -> None:
-    """Logs the reasons against the fastest implementation, on devices that have its kernel."""
+    """Logs why the fastest implementation does not run the call, if this machine has its kernel."""
     fastest = BACKENDS[0]
     if chosen is fastest or jax.default_backend() != "gpu" or fastest.unavailable_reasons():
         return

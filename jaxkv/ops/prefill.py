@@ -147,7 +147,7 @@ def prefill_mla(
         token in all with `cu_q_lens`), even if that exceeds the bound.  The new tokens are expanded at once, because
         queries and results are as large.
       return_lse: also return the log-sum-exp of the scores.
-      implementation: None (the best that supports the call), a name, or a sequence of names, for reading the cache.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       out [B, Q, H, V] or [T, H, V], of q_nope's dtype; with `return_lse` also lse, float32 [B, Q, H] or [T, H], natural
@@ -308,7 +308,7 @@ def prefill_kv(
       gathered_bytes: static bound on the bytes of the keys and values of a chunk of earlier tokens; 256 MiB by default.
         A chunk has at least one token of each request, even if that exceeds the bound.
       return_lse: also return the log-sum-exp of the scores, without sinks.
-      implementation: None (the best that supports the call), a name, or a sequence of names, for reading the cache.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       out [B, Q, Hq, Dv], of q's dtype; with `return_lse` also lse, float32 [B, Q, Hq], natural logarithm.  A query that

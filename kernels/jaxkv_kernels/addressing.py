@@ -129,6 +129,11 @@ MAX_SLOTS = 2**31 - 1
 """The number of slots that int32 can address."""
 
 
+def sums_from_0(counts: jax.Array) -> jax.Array:
+    """The running sum of `counts` [B], int32 [B + 1], which begins with 0."""
+    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
+
+
 def table_tokens(block_tables: jax.Array, block_size: int) -> int:
     """The capacity of block tables [B, M] in tokens per request."""
     return min(block_tables.shape[1] * block_size, MAX_SLOTS)

@@ -1,13 +1,13 @@
 """The interface between operations and kernels: a record per call, and the methods that an implementation has.
 
 An operation checks its arguments and makes one record (`Call`) of everything that a kernel receives.  `jaxkv.dispatch`
-asks implementations (`Kernels`) whether they support it, and the first that does receives it whole.  A record is a
-pytree: arrays are leaves, and sizes, strides, entries and options are static, so that it can be an argument of a
-function under `jax.jit`.
+passes it to the first implementation (`Kernels`) that supports it.  A record is a pytree: arrays are leaves, and sizes,
+strides, entries and options are static, so that it can be an argument of a function under `jax.jit`.
 
 Letters in shapes are those of the public operations: B requests, Q query tokens per request, T tokens, Hq query heads,
 H heads of the cache, M columns of a block table, R values of a latent, P of a rotary part, D of a key, Dv of a value.
-All integer arrays are int32, and all lengths and sums are valid: operations clamp them.
+All integer arrays are int32.  Running sums never fall (`jaxkv.checks.running_sum`), but lengths, layers, slots and
+block ids may be out of range: kernels clamp or mask them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -17,7 +17,7 @@ from typing import Any, ClassVar, NamedTuple, dataclass_transform
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages
+from jaxkv_kernels.addressing import Pages, sums_from_0
 from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
@@ -367,14 +367,13 @@ class PrefillKV(PrefillCall[KVEntry]):
 
 def _runs(call: PrefillCall[Any], first: jax.Array, counts: jax.Array, total: int) -> dict[str, Any]:
     """The fields of a `GatherCall`."""
-    sums = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
     return {
         "buffer": call.buffer,
         "pages": call.pages,
         "entry": call.entry,
         "layer": call.layer,
         "block_tables": call.block_tables,
-        "cu_seq_lens": sums,
+        "cu_seq_lens": sums_from_0(counts),
         "seq_starts": first,
         "total": total,
     }
@@ -646,8 +645,8 @@ class Support:
     unavailable_reasons: Callable[[], Iterable[str]] | None
     """The reasons against every call on this machine; None if the kernel runs on every one."""
 
-    def reasons_against(self, call: Call[Any]) -> list[str]:
-        """The reasons against `call`, apart from those that depend on the machine; empty if it is supported."""
+    def unsupported(self, call: Call[Any]) -> list[str]:
+        """The reasons against `call` on every machine; empty if it is supported."""
         unlisted = [reason for entry in call.entries for reason in self._unlisted(entry)]
         if unlisted or self.unsupported_reasons is None:
             return unlisted
@@ -706,7 +705,7 @@ class Kernels:
         support = self.support(call.operation)
         if support is None:
             return [f"has no kernel for {call.operation}"]
-        return support.reasons_against(call)
+        return support.unsupported(call)
 
     def reasons_against(self, call: Call[Any]) -> list[str]:
         """The reasons against `call` on this machine; empty if it would run."""

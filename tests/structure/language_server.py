@@ -131,7 +131,7 @@ class LanguageServer:
                 self._send({"id": message["id"], "result": self._answer(message)})
 
     def _answer(self, message: dict[str, Any]) -> Any:
-        """What the server asks of an editor: its settings."""
+        """The settings that the server requests from the editor."""
         if message["method"] != "workspace/configuration":
             return None
         settings = {"pythonPath": sys.executable, "analysis": {"diagnosticMode": "openFilesOnly"}}

@@ -7,7 +7,7 @@ Each step of a path is a function of jaxkv or jaxkv_kernels that the one before 
 with the implementation's function on `xla`, with the body that Pallas traces on `mosaic_gpu`, and with the launch of a
 kernel on `triton`, whose package must be installed.
 
-With `--definitions`, language servers (pyrefly and pyright, which must be installed) are asked for the definition, or
+With `--definitions`, language servers (pyrefly and pyright, which must be installed) are queried for the definition, or
 the implementation, of the names in the line of each call.  Where they do not lead to the next step, the other names in
 the function are tried, and those in the calls before.
 """

@@ -13,3 +13,12 @@ RECORDS = {
 def run(kernels, operation, **fields):
     """The kernel of an operation, for a call with these fields."""
     return RECORDS[operation](**fields).run_on(kernels)
+
+
+def called(kernels, operation, names, **static):
+    """The kernel of an operation as a function of the fields `names`, in this order."""
+
+    def call(*arrays):
+        return run(kernels, operation, **dict(zip(names, arrays, strict=True)), **static)
+
+    return call

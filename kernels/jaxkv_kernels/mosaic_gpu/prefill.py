@@ -96,8 +96,7 @@ def prefill_mla(call: PrefillMLA) -> tuple[jax.Array, jax.Array]:
 
     Heads that cuDNN does not support are left to XLA.
     """
-    (heads, nope, _), value, rope = call.w_uk.shape, call.w_uv.shape[1], call.q_pe.shape[-1]
-    del heads
+    nope, value, rope = call.w_uk.shape[1], call.w_uv.shape[1], call.q_pe.shape[-1]
     if any(cudnn.unsupported_reasons(call.dtype, nope + rope, value)):
         return gathered.prefill_mla(call, entries.gather)
     in_parts = None

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.addressing import lengths_in_table, table_tokens
+from jaxkv_kernels.addressing import lengths_in_table, sums_from_0, table_tokens
 from jaxkv_kernels.calls import ExpandedHeads, PrefillKV, PrefillMLA
 from jaxkv_kernels.xla import expanded
 from jaxkv_kernels.xla.paged import walk
@@ -97,14 +97,6 @@ class Context[C: PrefillMLA | PrefillKV](ABC):
     def expand(self, first, second) -> tuple[jax.Array, jax.Array]:
         """Keys [..., H, D] and values [..., H, V] of the two arrays [..., ...] of entries."""
 
-    def parts(self) -> "tuple[InParts, int] | None":
-        """Attention to the arrays of entries by a kernel that joins keys as it reads them, and the width it joins."""
-        return None
-
-    def attend_parts(self, q, first, second, kv_lens) -> tuple[jax.Array, jax.Array]:
-        """The results of that kernel."""
-        raise NotImplementedError
-
 
 @dataclass(frozen=True)
 class _Entries(Context[PrefillKV]):
@@ -132,17 +124,7 @@ class _Latents(Context[PrefillMLA]):
         heads, value_dim, _ = self.call.w_uv.shape
         return heads, value_dim
 
-    @override
-    def parts(self):
-        return None if self.in_parts is None else (self.in_parts, self.call.q_pe.shape[-1])
-
-    @override
-    def attend_parts(self, q, first, second, kv_lens):
-        assert self.in_parts is not None
-        k_nope, v = self._products(first)
-        return self.in_parts.attend(q, k_nope, second, v, kv_lens)
-
-    def _products(self, kv_c):
+    def products(self, kv_c):
         """Keys [..., H, N], without their rotary part, and values [..., H, V] of latents [..., R]."""
         # Products of float32 values must not be rounded to tf32.
         precision = lax.Precision.HIGHEST if kv_c.dtype == jnp.float32 else None
@@ -151,7 +133,7 @@ class _Latents(Context[PrefillMLA]):
 
     @override
     def expand(self, first, second):
-        k_nope, v = self._products(first)
+        k_nope, v = self.products(first)
         k_pe = jnp.broadcast_to(second[..., None, :], (*k_nope.shape[:-1], second.shape[-1]))
         return jnp.concatenate([k_nope, k_pe], axis=-1), v
 
@@ -187,7 +169,7 @@ def least_by_flops(heads: ExpandedHeads) -> int | None:
     return None if saved <= 0 else heads.latent * (heads.nope + heads.value) // saved + 1
 
 
-def _aligned(context: Context[Any], q, window: int | None = None) -> tuple[jax.Array, jax.Array]:
+def _aligned(context: _Entries | _Latents, q, window: int | None = None) -> tuple[jax.Array, jax.Array]:
     """The attention of queries [B, Q, H, D], aligned to the end: out and lse.
 
     With `window`, a query sees the last `window` tokens, itself included.
@@ -212,18 +194,20 @@ def _aligned(context: Context[Any], q, window: int | None = None) -> tuple[jax.A
     if window is not None:
         most, begin = min(most, window - 1), jnp.maximum(cached - window + 1, 0)
     if most > 0:
-        parts = context.parts() if window is None else None
-        size = context.chunk(most, q, batch, apart=parts[1] if parts else 0)
-        if parts:
-            size += -size % parts[0].multiple
+        latents = context if isinstance(context, _Latents) else None
+        in_parts = latents.in_parts if latents else None
+        size = context.chunk(most, q, batch, apart=latents.call.q_pe.shape[-1] if latents and in_parts else 0)
+        if in_parts:
+            size += -size % in_parts.multiple
         splits = 1 if not dense.by_lengths else _splits(size, batch * heads * tokens)
 
         def with_chunk(i, state):
             first = jnp.minimum(begin + i * size, cached)
             counts = jnp.minimum(cached - first, size)
-            if parts:
-                one, other = entries(first, counts, size)
-                results = context.attend_parts(q, one, other, counts)
+            if latents and in_parts:
+                kv_c, k_pe = entries(first, counts, size)
+                k_nope, v = latents.products(kv_c)
+                results = in_parts.attend(q, k_nope, k_pe, v, counts)
                 return reduce(_merged, zip(*results, strict=True), state)
             k, v = context.expand(*entries(first, counts, size))
             if window is not None:
@@ -249,7 +233,7 @@ def _aligned(context: Context[Any], q, window: int | None = None) -> tuple[jax.A
 def _with_chunks(found, with_chunk, count, most: int | None) -> tuple[jax.Array, jax.Array]:
     """(out, lse) `found`, merged with those of `count` chunks by `with_chunk(i, found)`.
 
-    `most` is the most chunks that there may be, if the device is a GPU.
+    `most` is the most chunks that there may be, if the kernel is cheap for chunks without tokens (`by_lengths`).
     """
     dtype = found[0].dtype
     if most is not None and most <= FEW_CHUNKS:
@@ -284,10 +268,10 @@ def _ragged(context: _Latents, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
     def part(first, counts, size, *, causal):
         """Attention to `counts` [B] tokens, at most `size` in all, from positions `first` [B] on."""
         k, v = context.expand(*context.entries(first, counts, size))
-        return attend(q, k, v, ends - new, new, _sums_from_0(counts)[:-1], counts, causal=causal)
+        return attend(q, k, v, ends - new, new, sums_from_0(counts)[:-1], counts, causal=causal)
 
     found = part(cached, new, rows, causal=True)
-    before = _sums_from_0(cached)
+    before = sums_from_0(cached)
     size = context.chunk(len(lengths) * context.capacity, q)
 
     def with_chunk(i, state):
@@ -316,11 +300,6 @@ def _splits(size: int, rows: int) -> int:
     while rows * splits < FULL_ROWS and size % (2 * splits * LEAST_KEYS) == 0:
         splits *= 2
     return splits
-
-
-def _sums_from_0(counts) -> jax.Array:
-    """int32 [B + 1], from 0."""
-    return jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(counts, dtype=jnp.int32)])
 
 
 def _merged(state, part) -> tuple[jax.Array, jax.Array]:
@@ -353,5 +332,5 @@ def _unpacked(x, counts, size: int):
         return x[None]
     token = jnp.arange(size, dtype=jnp.int32)
     live = token < counts[:, None]
-    rows = jnp.where(live, _sums_from_0(counts)[:-1, None] + token, 0)
+    rows = jnp.where(live, sums_from_0(counts)[:-1, None] + token, 0)
     return jnp.where(live.reshape(*live.shape, *[1] * (x.ndim - 1)), x[rows], 0)

@@ -215,9 +215,7 @@ def calls(layout):
 
 def called(operation, names, **static):
     """The kernel's call as a function of (buffer, *arrays)."""
-    return lambda buffer, *arrays: kernels.run(
-        MosaicGPU(), operation, buffer=buffer, **dict(zip(names, arrays, strict=True)), **static
-    )
+    return kernels.called(MosaicGPU(), operation, ("buffer", *names), **static)
 
 
 def calls_of_states(entry, pages):

@@ -266,12 +266,9 @@ def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
         shape((), jnp.float32),
         shape((), jnp.float32) if form == "fp8" else None,
     )
-
-    def decode(*arrays):
-        names = ("q_latent", "q_pe", "buffer", "block_tables", "seq_lens", "layer", "scale", "kv_scale")
-        options = {"pages": layout.pages, "entry": entry, "logit_cap": cap, "window": window, "plan": None}
-        return kernels.run(MosaicGPU(), "decode_mla", **dict(zip(names, arrays, strict=True)), **options)
-
+    names = ("q_latent", "q_pe", "buffer", "block_tables", "seq_lens", "layer", "scale", "kv_scale")
+    options = {"pages": layout.pages, "entry": entry, "logit_cap": cap, "window": window, "plan": None}
+    decode = kernels.called(MosaicGPU(), "decode_mla", names, **options)
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)

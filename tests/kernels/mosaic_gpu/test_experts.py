@@ -247,10 +247,7 @@ def test_weights_of_dense_products_lower(tokens, sizes, parts):
     assert tokens > 1 or parts_of(sizes, 1, 1) == parts
     weight = jax.eval_shape(TileScaled.of, jax.ShapeDtypeStruct(sizes, jnp.bfloat16))
     x = jax.ShapeDtypeStruct((tokens, sizes[1]), jnp.bfloat16)
-
-    def run(x, weight):
-        return kernels.run(MosaicGPU(), "scaled_linear", x=x, weight=weight)
-
+    run = kernels.called(MosaicGPU(), "scaled_linear", ("x", "weight"))
     assert kernel_operands(jax.jit(run).trace(x, weight).lower(lowering_platforms=("cuda",)).as_text())
 
 
@@ -258,10 +255,7 @@ def check_lowering(arguments, shared=None, joined=False, biases=None, **options)
     """The call lowers, and its second kernel reads nothing early that the first one does not have."""
     names = ("x", "experts", "weights", "gate", "up", "down", "shared", "biases")
     options = {"limit": None, "alpha": None, **options}
-
-    def run(*arrays):
-        return kernels.run(MosaicGPU(), "grouped_swiglu", **dict(zip(names, arrays, strict=True)), **options)
-
+    run = kernels.called(MosaicGPU(), "grouped_swiglu", names, **options)
     traced = jax.jit(run).trace(*arguments, shared, biases)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *listed, gate_up, down = kernel_operands(text)

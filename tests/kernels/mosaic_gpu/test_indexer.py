@@ -141,12 +141,9 @@ def test_lowers_for_hopper(keys, dtype, tokens, order, block_size):
         shape((4,), jnp.int32),
         shape((), jnp.int32),
     )
-
-    def logits(*arrays):
-        names = ("q", "weights", "buffer", "block_tables", "seq_lens", "layer")
-        options = {"pages": layout.pages, "entry": entry, "max_len": 10_001}
-        return kernels.run(MosaicGPU(), "indexer_logits", **dict(zip(names, arrays, strict=True)), **options)
-
+    names = ("q", "weights", "buffer", "block_tables", "seq_lens", "layer")
+    options = {"pages": layout.pages, "entry": entry, "max_len": 10_001}
+    logits = kernels.called(MosaicGPU(), "indexer_logits", names, **options)
     text = jax.jit(logits).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert len(kernel_operands(text)) == 1
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice", "bitcast_convert"):

@@ -7,11 +7,10 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
-from jaxkv_kernels import calls
 from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
-from support import suites
+from support import kernels, suites
 from support.cases import each_value, slow
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
@@ -347,11 +346,9 @@ def test_lowers_for_hopper(form, case):
         pages = jaxkv.CacheLayout(num_layers=61, num_blocks=8192, block_size=2, entry=entry, order=order).pages
         given = shape((pages.size,), jnp.uint8), shape((4, 2, 200), jnp.int32), arrays[4], arrays[6], None
         arrays += (ExtraSlots(*given, pages, entry),)
-
-    def decode(*arrays):
-        return MosaicGPU().decode_mla_sparse(sparse_call(layout, *arrays, logit_cap=cap))
-
-    traced = jax.jit(decode).trace(*arrays)
+    else:
+        arrays += (None,)
+    traced = jax.jit(decode_sparse(layout, logit_cap=cap)).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     planning = [[]] if counts else []  # counts are planned by a kernel, constants by XLA at once
     assert len(kernel_operands(text)) == len(planning) + 2
@@ -361,14 +358,11 @@ def test_lowers_for_hopper(form, case):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
 
 
-def sparse_call(
-    layout, q_latent, q_pe, buffer, slots, counts, sinks, layer, scale, kv_scale, extra=None, *, logit_cap=None
-):
-    return calls.DecodeMLASparse(
-        q_latent=q_latent, q_pe=q_pe, buffer=buffer, slots=slots, counts=counts, sinks=sinks, layer=layer, scale=scale,
-        kv_scale=kv_scale, extra=extra, pages=layout.pages, entry=layout.entry, logit_cap=logit_cap,
-        batch_invariant=False,
-    )  # fmt: skip
+def decode_sparse(layout, *, logit_cap=None):
+    """The kernel of `decode_mla_sparse` as a function of arrays."""
+    names = ("q_latent", "q_pe", "buffer", "slots", "counts", "sinks", "layer", "scale", "kv_scale", "extra")
+    options = {"pages": layout.pages, "entry": layout.entry, "logit_cap": logit_cap, "batch_invariant": False}
+    return kernels.called(MosaicGPU(), "decode_mla_sparse", names, **options)
 
 
 @pytest.mark.parametrize(("requests", "whole"), [(64, True), (8, False)])
@@ -384,7 +378,7 @@ def test_requests_that_are_known_to_stay_whole_are_not_combined(requests, whole)
     )
 
     def decode(*arrays):
-        return MosaicGPU().decode_mla_sparse(sparse_call(layout, *arrays, None, None, 0, 0.1, None))
+        return decode_sparse(layout)(*arrays, None, None, 0, 0.1, None, None)
 
     jaxpr = jax.make_jaxpr(decode)(*arrays).jaxpr
     assert len(read_early(jaxpr)) == (1 if whole else 2)  # kernels

@@ -45,12 +45,9 @@ def lowered(layout, heads):
         *(shape(dims, jnp.int32) for dims in ((4, 9), (4,), ())),
         shape((), jnp.float32),
     )
-
-    def decode(*arrays):
-        names = ("q_latent", "q_pe", "buffer", "block_tables", "seq_lens", "layer", "scale", "kv_scale")
-        options = {"pages": layout.pages, "entry": layout.entry, "logit_cap": None, "window": None, "plan": None}
-        return kernels.run(MosaicGPU(), "decode_mla", **dict(zip(names, (*arrays, None), strict=True)), **options)
-
+    names = ("q_latent", "q_pe", "buffer", "block_tables", "seq_lens", "layer", "scale")
+    options = {"pages": layout.pages, "entry": layout.entry, "logit_cap": None, "window": None, "plan": None}
+    decode = kernels.called(MosaicGPU(), "decode_mla", names, kv_scale=None, **options)
     return jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 

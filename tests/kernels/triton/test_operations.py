@@ -103,9 +103,7 @@ def writes(layout):
 
 def called(operation, names, layout, **static):
     """The kernel's call as a function of (buffer, *arrays)."""
-    return lambda buffer, *arrays: kernels.run(
-        Triton(), operation, buffer=buffer, pages=layout.pages, **dict(zip(names, arrays, strict=True)), **static
-    )
+    return kernels.called(Triton(), operation, ("buffer", *names), pages=layout.pages, **static)
 
 
 def shape(*dims, dtype="int32"):
@@ -161,11 +159,7 @@ def test_hot_rows_compile_within_the_gpus_limits(operation, form, capability):
 def test_hot_rows_are_fetched_in_place_by_one_kernel():
     arrays, options = hot_rows("fp8_ds_mla")["fetch_rows"]
     with without_a_gpu():
-
-        def fetch(*given):
-            return kernels.run(Triton(), "fetch_rows", **dict(zip(arrays, given, strict=True)), **options)
-
-        jitted = jax.jit(fetch, donate_argnums=(0, 1))
+        jitted = jax.jit(kernels.called(Triton(), "fetch_rows", arrays, **options), donate_argnums=(0, 1))
         text = jitted.trace(*arrays.values()).lower(lowering_platforms=("cuda",)).as_text()
     (launch,) = re.findall("custom_call @triton_kernel_call.*", text)
     assert launch.count("output_operand_alias<") == 2
