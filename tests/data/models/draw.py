@@ -299,8 +299,9 @@ def qwen3(rng: Draw) -> dict[str, Any]:
 def qwen3_moe(rng: Draw) -> dict[str, Any]:
     config, experts = qwen3(rng), between(rng, 2, 8)
     layers = config["num_hidden_layers"]
-    # Dense layers come first: by their numbers, or because the last layer is the first one of a step.
-    kinds = {"mlp_only_layers": [*range(between(rng, 0, layers))]}, {"decoder_sparse_step": layers}
+    # Dense layers come first: by their numbers, or because the step ends with the last layer, or after it.
+    steps = {"decoder_sparse_step": layers}, {"decoder_sparse_step": layers + 1}
+    kinds = {"mlp_only_layers": [*range(between(rng, 0, layers))]}, *steps
     return {
         **config,
         **among(rng, *kinds),
