@@ -25,6 +25,8 @@ BY_DEFAULT = {
     "kimi_k25": 3,
     "kimi_linear": 6,
     "longcat_flash": 4,
+    "qwen3": 13,
+    "qwen3_moe": 2,
     "qwen3_next": 16,
 }
 """The cases that are not slow: small ones, of unlike families.  Those of DeepSeek-V3, GLM and Kimi have such small

@@ -40,8 +40,8 @@ def _num_dense_layers(fields: JsonObject, num_layers: int) -> int:
         raise fields.error(only_key, f"a list of layers from 0 to {num_layers - 1}")
     dense = [layer in only or (layer + 1) % step != 0 for layer in range(num_layers)]
     if sorted(dense, reverse=True) != dense:
-        key = only_key if only else step_key
-        raise fields.error(key, f"dense layers before all layers with experts, of {num_layers}")
+        key = only_key if step == 1 else step_key
+        raise fields.error(key, f"a value by which dense ones of {num_layers} layers come before those with experts")
     return sum(dense)
 
 
