@@ -1,6 +1,8 @@
 """The values of published configurations of models with keys and values, or with states."""
 
-# As in https://github.com/akougkas/warpio-cli at 8dde6d2, `warpio-docs/ai-docs/model_cards/qwen3:4b.md`.
+# A Qwen3-4B with a context of 262,144 tokens: all of its config.json but `transformers_version`, as in the copy in
+# https://github.com/akougkas/warpio-cli at 8dde6d2, `warpio-docs/ai-docs/model_cards/qwen3:4b.md`.  The copy does not
+# say which of the models of that name it is of.
 QWEN3_4B = {
     "architectures": ["Qwen3ForCausalLM"],
     "attention_bias": False,
@@ -28,8 +30,8 @@ QWEN3_4B = {
     "use_sliding_window": False,
     "vocab_size": 151936,
 }
-# Qwen3-30B-A3B: the sizes that its model card states, and the keys and other values of copies with fewer experts.  The
-# test of its size in `test_families.py` checks them.
+# Qwen3-30B-A3B: all of its config.json but `transformers_version`, as in the copy in
+# https://github.com/alibaba/InferSim at f2293da, `hf_configs/qwen3-30B-A3B_config.json`.
 QWEN3_MOE = {
     **QWEN3_4B,
     "architectures": ["Qwen3MoeForCausalLM"],
@@ -47,7 +49,7 @@ QWEN3_MOE = {
     "num_hidden_layers": 48,
     "num_key_value_heads": 4,
     "output_router_logits": False,
-    "rope_theta": 1000000,
+    "rope_theta": 1000000.0,
     "router_aux_loss_coef": 0.001,
     "tie_word_embeddings": False,
 }
