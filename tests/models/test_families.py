@@ -476,9 +476,14 @@ class TestQwen3:
         with pytest.raises(ValueError, match="`num_local_experts` is 64: expected the same as `num_experts`"):
             self.read(num_local_experts=64)
 
-    def test_yarn_as_the_model_card_recommends_it(self):
+    def test_yarn(self):
+        """As the model cards recommend it, and as DeepSeek-R1-0528-Qwen3-8B has it, with a key of vLLM."""
         yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
         assert self.read(rope_scaling=yarn).rope.scaling.factor == 4
+        of_vllm = {"attn_factor": 0.8782488562869419, "extrapolation_factor": 1, "apply_yarn_scaling": False}
+        for key, value in of_vllm.items():
+            with pytest.raises(ValueError, match=rf"`rope_scaling\.{key}` is {value}: .* `attention_factor` instead"):
+                self.read("Qwen3", rope_scaling={**yarn, key: value})
 
     @pytest.mark.parametrize(
         ("family", "values", "words"),
