@@ -34,7 +34,7 @@ from jaxkv import data_checks
 from jaxkv.checks import Dims, int32, positive_int
 from jaxkv_kernels.addressing import MAX_SLOTS, slots_for
 
-__all__ = ["BlockAllocator", "BlockTables", "NewTokens", "allocate", "append", "fork", "free", "share", "truncate"]
+__all__ = ["Appended", "BlockAllocator", "BlockTables", "allocate", "append", "fork", "free", "share", "truncate"]
 
 NONE = -1
 """The id of no block."""
@@ -122,7 +122,7 @@ class BlockTables:
         )
 
 
-class NewTokens(NamedTuple):
+class Appended(NamedTuple):
     """What `append` returns beside the tables."""
 
     slots: jax.Array
@@ -238,7 +238,7 @@ def free(allocator: BlockAllocator, blocks: ArrayLike) -> BlockAllocator:
     )
 
 
-def append(tables: BlockTables, num_tokens: ArrayLike, *, max_tokens: int = 1) -> tuple[BlockTables, NewTokens]:
+def append(tables: BlockTables, num_tokens: ArrayLike, *, max_tokens: int = 1) -> tuple[BlockTables, Appended]:
     """Makes room for new tokens at the ends of sequences.
 
     A block is allocated wherever one begins.  If new tokens go to a block that is partly filled and shared, a block is
@@ -255,7 +255,7 @@ def append(tables: BlockTables, num_tokens: ArrayLike, *, max_tokens: int = 1) -
       max_tokens: static.
 
     Returns:
-      The new state, whose `seq_lens` count the new tokens; and `NewTokens`: slots, copies, and whether it succeeded.
+      The new state, whose `seq_lens` count the new tokens; and `Appended`: slots, copies, and whether it succeeded.
       It fails for a sequence if there are too few free blocks, if its table has too few columns, or if `num_tokens` is
       out of range.  The sequence is then as before.
 
@@ -307,7 +307,7 @@ def append(tables: BlockTables, num_tokens: ArrayLike, *, max_tokens: int = 1) -
     token = jnp.arange(max_tokens, dtype=jnp.int32)[None]
     positions = jnp.where((token < num_tokens[:, None]) & ok[:, None], lengths[:, None] + token, -1)
     slots = slots_for(tables.block_tables, positions, block_size=block_size)
-    return tables, NewTokens(slots, src, jnp.where(src >= 0, blocks[:, 0], NONE), ok)
+    return tables, Appended(slots, src, jnp.where(src >= 0, blocks[:, 0], NONE), ok)
 
 
 def fork(tables: BlockTables, parents: ArrayLike) -> BlockTables:

@@ -1,7 +1,5 @@
 """`BlockAllocator` against the plain one, over random operations with invalid data."""
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -92,11 +90,16 @@ def test_no_blocks_at_all():
 
 def test_pools_of_a_batch():
     """Under `vmap`, each pool is on its own."""
-    pools = jax.vmap(lambda _: blocks.BlockAllocator.create(4))(jnp.arange(2))
-    pools, found, ok = jax.vmap(partial(blocks.allocate, max_count=3))(pools, ints([2, 1], [3, 2]))
+
+    @jax.jit
+    @jax.vmap
+    def run(counts, gone):
+        allocator, found, ok = blocks.allocate(blocks.BlockAllocator.create(4), counts, max_count=3)
+        return blocks.free(allocator, gone), found, ok
+
+    pools, found, ok = run(ints([2, 1], [3, 2]), ints([0], [1]))
     assert found.tolist() == [[[0, 1, -1], [2, -1, -1]], [[0, 1, 2], [-1, -1, -1]]]
     assert ok.tolist() == [[True, True], [True, False]]
-    pools = jax.vmap(blocks.free)(pools, ints([0], [1]))
     assert pools.num_free.tolist() == [2, 2]
     assert pools.num_used.tolist() == [2, 2]
 
@@ -106,8 +109,7 @@ def test_host_arrays_and_wider_integers():
     allocator = jax.device_get(blocks.BlockAllocator.create(3))
     allocator, found, _ = blocks.allocate(allocator, np.asarray([1, 2**32 + 1], np.int64), max_count=2)
     assert found.tolist() == [[0, -1], [-1, -1]]
-    assert blocks.free(jax.device_get(allocator), np.asarray([2**32, 0], np.int64)).num_free == 3
-    assert blocks.free(allocator, np.asarray([2**32], np.int64)).num_free == 2
+    assert blocks.free(jax.device_get(allocator), np.asarray([2**32], np.int64)).num_free == 2
 
 
 MISTAKES = {
@@ -131,7 +133,10 @@ def test_mistakes(call, message):
 
 
 CHECKED = {
-    "a count too large": (lambda a: blocks.allocate(a, ints(1, 3), max_count=2), r"`counts`\[1\] is 3: expected 0 to 2"),
+    "a count too large": (
+        lambda a: blocks.allocate(a, ints(1, 3), max_count=2),
+        r"`counts`\[1\] is 3: expected 0 to 2",
+    ),
     "a negative count": (lambda a: blocks.allocate(a, ints(-1), max_count=2), r"`counts`\[0\] is -1"),
     "an id outside": (lambda a: blocks.free(a, ints(0, 4)), r"`blocks`\[1\] is 4: the allocator has blocks 0 to 3"),
     "a free block": (lambda a: blocks.share(a, ints(-1, 2)), r"`blocks`\[1\] is 2: this block is free"),

@@ -1,7 +1,8 @@
-"""`BlockTables` against plain ones, over random operations; and the contents of a cache that is written through them."""
+"""`BlockTables` and the contents of a cache against plain tables and lists, over random operations."""
 
 import dataclasses
 from functools import partial
+from itertools import chain
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,9 @@ def test_random_operations(seed):
             ok = [x is not None for x in slots]
             assert new.ok[now].tolist() == ok
             assert new.slots[now].tolist() == padded([x or [] for x in slots], MAX_TOKENS)
-            assert list(zip(new.src[now].tolist(), new.dst[now].tolist(), strict=True)) == [x or (-1, -1) for x in pairs]
+            assert list(zip(new.src[now].tolist(), new.dst[now].tolist(), strict=True)) == [
+                x or (-1, -1) for x in pairs
+            ]
             for text, row, written in zip(texts, tokens[now].tolist(), slots, strict=True):
                 text += row[: len(written or [])]
                 for slot in written or []:  # nobody else reads or writes this block
@@ -117,7 +120,7 @@ def test_random_operations(seed):
             plain.truncate(numbers)
             texts = [text[: max(length, 0)] for text, length in zip(texts, numbers, strict=True)]
         else:
-            whole = [block for table in plain.tables for block in table]
+            whole = list(chain(*plain.tables))
             plain.allocator.share(whole)
             plain.allocator.free(held)
             held = whole
@@ -126,9 +129,9 @@ def test_random_operations(seed):
         assert state.block_tables.tolist() == padded(plain.tables, MAX_BLOCKS)
         assert state.seq_lens.tolist() == plain.lengths == [len(text) for text in texts]
         # Each reference is an entry of a table, or somebody else's.
-        uses = np.bincount([*sum(plain.tables, []), *held], minlength=NUM_BLOCKS)
+        uses = np.bincount([*chain(*plain.tables), *held], minlength=NUM_BLOCKS)
         assert uses.tolist() == plain.allocator.ref_counts
-        whole = sum(texts, [])
+        whole = list(chain(*texts))
         assert contents[now, : len(whole)].tolist() == whole
 
 
@@ -151,7 +154,11 @@ def test_a_while_loop_ends_in_the_same_state():
     jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
-append, fork, truncate = jax.jit(blocks.append, static_argnames="max_tokens"), jax.jit(blocks.fork), jax.jit(blocks.truncate)
+append, fork, truncate = (
+    jax.jit(blocks.append, static_argnames="max_tokens"),
+    jax.jit(blocks.fork),
+    jax.jit(blocks.truncate),
+)
 
 
 def forked(length, children, num_blocks=8):
