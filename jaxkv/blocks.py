@@ -18,8 +18,10 @@ knows no cache.  A step of beam search, with one sequence per beam:
     cache = jaxkv.write_kv(cache, k, v, new.slots[:, 0], layer=layer)
     out = jaxkv.decode_kv(q, cache, tables.block_tables, tables.seq_lens, layer=layer, scale=scale)
 
-As elsewhere in jaxkv, -1 stands for no block and no slot.  Results are deterministic.  Invalid data never leaves a
-state in which a block is free and in use, or free twice; under `jaxkv.checked`, it raises an error.
+As elsewhere in jaxkv, -1 stands for no block and no slot.  Results are deterministic.  Whatever the arguments, a
+block is on the free list, once, if and only if it has no references: ids outside the allocator are skipped, and so is
+the removal of references that do not exist.  Under `jaxkv.checked`, both raise an error; there, `copy_blocks` also
+reports the -1 of sequences that need no copy.
 """
 
 from dataclasses import dataclass, field, replace
@@ -32,7 +34,7 @@ from jax.typing import ArrayLike
 
 from jaxkv import data_checks
 from jaxkv.checks import Dims, int32, positive_int
-from jaxkv_kernels.addressing import MAX_SLOTS, slots_for
+from jaxkv_kernels.addressing import MAX_SLOTS, slots_for, table_tokens
 
 __all__ = ["Appended", "BlockAllocator", "BlockTables", "allocate", "append", "fork", "free", "share", "truncate"]
 
@@ -197,8 +199,7 @@ def share(allocator: BlockAllocator, blocks: ArrayLike) -> BlockAllocator:
         _check_blocks(allocator, blocks)
         held = counts.at[index].get(mode="fill", fill_value=1) > 0
         data_checks.require(held, "blocks", blocks, "this block is free")
-    more = jnp.zeros_like(counts).at[index].add(1, mode="drop")
-    return replace(allocator, ref_counts=jnp.where(counts > 0, counts + more, 0))
+    return replace(allocator, ref_counts=jnp.where(counts > 0, counts.at[index].add(1, mode="drop"), 0))
 
 
 def free(allocator: BlockAllocator, blocks: ArrayLike) -> BlockAllocator:
@@ -243,8 +244,8 @@ def append(tables: BlockTables, num_tokens: ArrayLike, *, max_tokens: int = 1) -
 
     A block is allocated wherever one begins.  If new tokens go to a block that is partly filled and shared, a block is
     allocated for a copy of it; but if all sequences that share the block append to it, the last of them keeps it.  Copy
-    the contents by `jaxkv.copy_blocks(cache, new.src, new.dst)` before the tokens are written: they overwrite the block
-    that is kept.
+    the contents by `jaxkv.copy_blocks(cache, new.src, new.dst)` before any token is written to its slot, because one of
+    the tokens goes to the block that others copy.
 
     Sequences are served in order, and get all of their blocks or none.  Once the free blocks do not suffice for one,
     no later one gets blocks, nor keeps a block that was shared.
@@ -269,7 +270,7 @@ def append(tables: BlockTables, num_tokens: ArrayLike, *, max_tokens: int = 1) -
     inside = (num_tokens >= 0) & (num_tokens <= max_tokens)
     if data_checks.checking():
         data_checks.require(inside, "num_tokens", num_tokens, f"expected 0 to {max_tokens}, `max_tokens`")
-    fits = inside & (num_tokens <= columns * block_size - lengths)
+    fits = inside & (num_tokens <= table_tokens(tables.block_tables, block_size) - lengths)
     num_tokens = jnp.where(fits, num_tokens, 0)
     ends = lengths + num_tokens
 
