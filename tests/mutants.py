@@ -515,9 +515,15 @@ def jobs_of(options: argparse.Namespace) -> list[Job]:
     return [Job(path, (path,), None) for path in dict.fromkeys(path for mutant in mutants for path in mutant.tests)]
 
 
+def stop(number, frame):
+    """Ends the script once: a second signal must not interrupt the removal of the copies."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
+
+
 def main() -> int:
     """Runs the selected mutants; 1 if one of them is not noticed, or its tests cannot run."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGTERM, stop)
     arguments = sys.argv[1:]
     split = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

@@ -22,7 +22,7 @@ from support.hopper import kernel_operands, on_hopper, read_early
 BLOCKS = 50
 PAIRS = {"step": PAIR, "costs": MLADenseConfig().split_costs}
 TILES = {"step": TILE, "costs": MLASwapABConfig().split_costs}
-OTHER = {"window": 300, "tokens": 3}
+OTHER = {"window": 319, "tokens": 3}
 INVARIANT = {"batch_invariant": True}
 CASES = [
     (1, 132, 64, TILES),
