@@ -38,7 +38,7 @@ class Backend:
 
     def runs(self, call: Call[Any]) -> bool:
         """Whether it would run `call` on this machine."""
-        return not self.unavailable_reasons() and not self.kernels().reasons_against(call)
+        return not self.unavailable_reasons() and not self.kernels().reasons(call)
 
 
 @cache
@@ -100,7 +100,7 @@ def choose(call: Call[Any], implementation: str | Sequence[str] | None) -> Backe
             if implementation is None:
                 _warn_of_slower(call, backend)
             return backend
-    found = "; ".join(f"{each.name}: {', '.join(each.kernels().reasons_against(call))}" for each in requested)
+    found = "; ".join(f"{each.name}: {', '.join(each.kernels().reasons(call))}" for each in requested)
     raise NotImplementedError(f"{call.operation}: none of the requested implementations supports this call ({found})")
 
 
@@ -125,7 +125,7 @@ def clock() -> Kernels | None:
     for backend in BACKENDS:
         if not backend.unavailable_reasons():
             support = backend.kernels().support("stamp")
-            if support is not None and not support.unavailable():
+            if support is not None and not support.unavailable_reasons():
                 return backend.kernels()
     return None
 
@@ -171,7 +171,7 @@ def _warn_of_slower(call: Call[Any], chosen: Backend) -> None:
     if chosen is fastest or jax.default_backend() != "gpu" or fastest.unavailable_reasons():
         return
     support = fastest.kernels().support(call.operation)
-    if support is None or support.unavailable():
+    if support is None or support.unavailable_reasons():
         return
     for reason in fastest.kernels().unsupported_reasons(call):
         _warn_once(call.operation, chosen.name, fastest.name, reason)

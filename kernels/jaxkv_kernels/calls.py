@@ -633,28 +633,37 @@ Listed = Mapping[type[Entry], Collection[str]]
 
 @dataclass(frozen=True)
 class Support:
-    """What a kernel supports."""
+    """What a kernel supports.
+
+    Reasons are texts for messages.  All implementations use these three terms for them:
+
+        unsupported_reasons    against one call, on every machine
+        unavailable_reasons    against every call, on this machine
+        reasons                both of these: why this machine would not run a call (`Kernels.reasons`)
+
+    Functions such as `entry_reasons` yield the unsupported reasons about one part of a call, for several kernels.
+    """
 
     entries: Listed
     """The supported formats by kind of entry (exact class); empty if the kernel does not interpret entries.
 
     Entries that are not listed are unsupported, because a kernel must not guess their byte maps.
     """
-    unsupported_reasons: Callable[[Any], Iterable[str]] | None
-    """The reasons against a call whose entries are listed; None if all of them are supported."""
-    unavailable_reasons: Callable[[], Iterable[str]] | None
-    """The reasons against every call on this machine; None if the kernel runs on every one."""
+    against_call: Callable[[Any], Iterable[str]] | None
+    """Yields the unsupported reasons of a call whose entries are listed; None if there are none."""
+    against_machine: Callable[[], Iterable[str]] | None
+    """Yields the unavailable reasons; None if the kernel runs on every machine."""
 
-    def unsupported(self, call: Call[Any]) -> list[str]:
-        """The reasons against `call` on every machine; empty if it is supported."""
+    def unsupported_reasons(self, call: Call[Any]) -> list[str]:
+        """The reasons against `call` on every machine."""
         unlisted = [reason for entry in call.entries for reason in self._unlisted(entry)]
-        if unlisted or self.unsupported_reasons is None:
+        if unlisted or self.against_call is None:
             return unlisted
-        return list(self.unsupported_reasons(call))
+        return list(self.against_call(call))
 
-    def unavailable(self) -> list[str]:
-        """The reasons against every call on this machine; empty if the kernel can run here."""
-        return list(self.unavailable_reasons()) if self.unavailable_reasons else []
+    def unavailable_reasons(self) -> list[str]:
+        """The reasons against every call on this machine."""
+        return list(self.against_machine()) if self.against_machine else []
 
     def _unlisted(self, entry: Entry) -> list[str]:
         if not self.entries:
@@ -670,13 +679,13 @@ class Support:
 
 def supports[F: Callable[..., Any]](
     entries: Listed | None = None,
-    unsupported_reasons: Callable[[Any], Iterable[str]] | None = None,
-    unavailable_reasons: Callable[[], Iterable[str]] | None = None,
+    against_call: Callable[[Any], Iterable[str]] | None = None,
+    against_machine: Callable[[], Iterable[str]] | None = None,
 ) -> Callable[[F], F]:
     """Declares what a method of `Kernels` supports; the arguments are the fields of `Support`."""
 
     def declared(method: F) -> F:
-        setattr(method, _SUPPORT, Support(entries or {}, unsupported_reasons, unavailable_reasons))
+        setattr(method, _SUPPORT, Support(entries or {}, against_call, against_machine))
         return method
 
     return declared
@@ -701,16 +710,16 @@ class Kernels:
         return getattr(getattr(cls, operation, None), _SUPPORT, None)
 
     def unsupported_reasons(self, call: Call[Any]) -> list[str]:
-        """The reasons against `call` on every machine; empty if it is supported."""
+        """The reasons against `call` on every machine; see `Support`."""
         support = self.support(call.operation)
         if support is None:
             return [f"has no kernel for {call.operation}"]
-        return support.unsupported(call)
+        return support.unsupported_reasons(call)
 
-    def reasons_against(self, call: Call[Any]) -> list[str]:
-        """The reasons against `call` on this machine; empty if it would run."""
+    def reasons(self, call: Call[Any]) -> list[str]:
+        """The reasons why this machine would not run `call`; see `Support`."""
         support = self.support(call.operation)
-        return [*(support.unavailable() if support else ()), *self.unsupported_reasons(call)]
+        return [*(support.unavailable_reasons() if support else ()), *self.unsupported_reasons(call)]
 
     def least_prefill(self, heads: ExpandedHeads) -> int | None:
         """New tokens per request from which on `prefill_mla` is faster than `decode_mla`; None if it never is."""

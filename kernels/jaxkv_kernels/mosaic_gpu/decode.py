@@ -51,7 +51,7 @@ def default_config(
     return QuantisedSwapABConfig() if entry.quantised else MLASwapABConfig()
 
 
-def unsupported_mla(call: DecodeMLA) -> Iterator[str]:
+def mla_unsupported_reasons(call: DecodeMLA) -> Iterator[str]:
     """Reasons against a `decode_mla` call."""
     _, tokens, heads, _ = call.q_latent.shape
     yield from _kernel_reasons(call, tokens * heads)
@@ -59,7 +59,7 @@ def unsupported_mla(call: DecodeMLA) -> Iterator[str]:
     yield from too_large(call.logit_cap)
 
 
-def unsupported_kv(call: DecodeKV) -> Iterator[str]:
+def kv_unsupported_reasons(call: DecodeKV) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
     _, tokens, heads, _ = call.q.shape
     yield from _kernel_reasons(call, tokens * heads // call.pages.num_heads)
@@ -67,7 +67,7 @@ def unsupported_kv(call: DecodeKV) -> Iterator[str]:
     yield from too_large(call.logit_cap)
 
 
-def unsupported_plan(call: PlanDecode) -> Iterator[str]:
+def plan_unsupported_reasons(call: PlanDecode) -> Iterator[str]:
     """Reasons against planning `decode_mla` or `decode_kv` calls."""
     yield from _kernel_reasons(call, call.q_len * call.heads // call.pages.num_heads)
     yield from query_dtype(call.entry, call.dtype, "queries")

@@ -304,7 +304,7 @@ def test_explain_reports_why_a_layout_is_unsupported(reason):
 
 def test_without_a_hopper_gpu_the_reason_is_the_device():
     for operation in OPERATIONS:
-        reasons = MosaicGPU.support(operation.name).unavailable()
+        reasons = MosaicGPU.support(operation.name).unavailable_reasons()
         if not reasons:
             pytest.skip("this is a Hopper GPU")
         assert reasons[0].startswith("needs ")
