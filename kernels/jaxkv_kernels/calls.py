@@ -11,8 +11,8 @@ block ids may be out of range: kernels clamp or mask them.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, dataclass_transform
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -220,8 +220,13 @@ class PlanDecode(BlocksCall[Any]):
 
 @record
 class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
-    """Causal attention of the last Q tokens of each request to the entries in its blocks; returns out and lse."""
+    """Causal attention of the last Q tokens of each request to the entries in its blocks; returns out and lse.
 
+    It has all that `PlanDecode` has, so that an implementation can plan it as well.
+    """
+
+    batch_invariant: ClassVar[bool] = False
+    """Of the plan that the call makes if `plan` is None: batch-invariant plans are made by `PlanDecode` only."""
     block_tables: jax.Array
     """[B, M]."""
     seq_lens: jax.Array
@@ -232,6 +237,30 @@ class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
     """The schedule that the implementation's `plan_decode` returned for these lengths; None to make one."""
     logit_cap: float | None = field(metadata=STATIC)
     window: int | None = field(metadata=STATIC)
+
+    @property
+    def queries(self) -> tuple[jax.Array, ...]:
+        """The arrays of queries, [B, Q, Hq, ...] each."""
+        raise NotImplementedError
+
+    def with_queries(self, *queries: jax.Array) -> Self:
+        """The same call with other `queries`."""
+        raise NotImplementedError
+
+    @property
+    def q_len(self) -> int:
+        """Query tokens per request, Q."""
+        return self.queries[0].shape[1]
+
+    @property
+    def heads(self) -> int:
+        """Query heads, Hq."""
+        return self.queries[0].shape[2]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the queries."""
+        return self.queries[0].dtype
 
 
 @record
@@ -244,6 +273,14 @@ class DecodeMLA(DecodeCall[MLAEntry]):
     q_pe: jax.Array
     """[B, Q, Hq, P]."""
     kv_scale: jax.Array | None
+
+    @property
+    def queries(self) -> tuple[jax.Array, jax.Array]:
+        return self.q_latent, self.q_pe
+
+    def with_queries(self, *queries: jax.Array) -> Self:
+        q_latent, q_pe = queries
+        return replace(self, q_latent=q_latent, q_pe=q_pe)
 
     def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.decode_mla(self)
@@ -258,6 +295,14 @@ class DecodeKV(DecodeCall[KVEntry]):
     """[B, Q, Hq, D]."""
     k_scale: jax.Array | None
     v_scale: jax.Array | None
+
+    @property
+    def queries(self) -> tuple[jax.Array]:
+        return (self.q,)
+
+    def with_queries(self, *queries: jax.Array) -> Self:
+        (q,) = queries
+        return replace(self, q=q)
 
     def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.decode_kv(self)

@@ -32,6 +32,11 @@ GATHERED = ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")
 """Formats of latents that only the kernel of sparse attention decodes."""
 
 
+def rows_of(call: DecodeCall | PlanDecode) -> int:
+    """Rows of a request in the scores of a KV head: its query tokens x the query heads that share the KV head."""
+    return call.q_len * call.heads // call.pages.num_heads
+
+
 def by_slots(entry: MLAEntry | KVEntry, rows: int) -> bool:
     """Whether dense calls with `rows` rows per request run as sparse attention to all slots of the request."""
     return entry.format in GATHERED or (entry.format == "fp8_ds_mla" and rows > SWAP_AB_ROWS)
@@ -40,9 +45,9 @@ def by_slots(entry: MLAEntry | KVEntry, rows: int) -> bool:
 def default_config(
     entry: MLAEntry | KVEntry, rows: int
 ) -> MLADenseConfig | QuantisedMLADenseConfig | MLASwapABConfig | QuantisedSwapABConfig | GQAConfig:
-    """The default configuration of a `decode_mla` or `decode_kv` call: its class determines the kernel.
+    """The default configuration of a `decode_mla` or `decode_kv` call with so many `rows_of`.
 
-    `rows`: query tokens x query heads of a KV head.
+    The class of the configuration determines the kernel.
     """
     if isinstance(entry, KVEntry):
         return quantised_swap_ab.gqa_config(entry) if entry.quantised else GQAConfig()
@@ -53,28 +58,27 @@ def default_config(
 
 def mla_unsupported_reasons(call: DecodeMLA) -> Iterator[str]:
     """Reasons against a `decode_mla` call."""
-    _, tokens, heads, _ = call.q_latent.shape
-    yield from _kernel_reasons(call, tokens * heads)
-    yield from query_dtype(call.entry, call.q_latent.dtype, "`q_latent`")
+    yield from _kernel_reasons(call)
+    yield from query_dtype(call.entry, call.dtype, "`q_latent`")
     yield from too_large(call.logit_cap)
 
 
 def kv_unsupported_reasons(call: DecodeKV) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
-    _, tokens, heads, _ = call.q.shape
-    yield from _kernel_reasons(call, tokens * heads // call.pages.num_heads)
-    yield from query_dtype(call.entry, call.q.dtype, "`q`")
+    yield from _kernel_reasons(call)
+    yield from query_dtype(call.entry, call.dtype, "`q`")
     yield from too_large(call.logit_cap)
 
 
 def plan_unsupported_reasons(call: PlanDecode) -> Iterator[str]:
     """Reasons against planning `decode_mla` or `decode_kv` calls."""
-    yield from _kernel_reasons(call, call.q_len * call.heads // call.pages.num_heads)
+    yield from _kernel_reasons(call)
     yield from query_dtype(call.entry, call.dtype, "queries")
 
 
-def _kernel_reasons(call: DecodeCall | PlanDecode, rows: int) -> Iterator[str]:
-    """The reasons of the kernel of a call with `rows` rows per KV head, which `default_config` picks."""
+def _kernel_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
+    """The reasons of the kernel that `default_config` picks for a call."""
+    rows = rows_of(call)
     if isinstance(call.entry, KVEntry):
         if call.entry.quantised:
             yield from quantised_swap_ab.gqa_reasons(call, rows, SWAP_AB_ROWS)
@@ -90,13 +94,13 @@ def _kernel_reasons(call: DecodeCall | PlanDecode, rows: int) -> Iterator[str]:
         yield from mla_dense_swap_ab.unsupported_reasons(call)
 
 
-def plan_decode(call: PlanDecode) -> Plan:
+def plan_decode(call: PlanDecode | DecodeCall) -> Plan:
     """The schedule of a decode call, in partitions that fill the GPU."""
-    rows, kv_heads = call.q_len * call.heads, call.pages.num_heads
+    rows = rows_of(call)
     if by_slots(call.entry, rows):
         return mla_sparse.plan_by_slots(call)
-    config = configuration(default_config(call.entry, rows // kv_heads))
-    row_tiles = kv_heads * -(-rows // kv_heads // TILE)
+    config = configuration(default_config(call.entry, rows))
+    row_tiles = call.pages.num_heads * -(-rows // TILE)
     partitions = most_partitions(row_tiles)
     step = PAIR if isinstance(config, MLADenseConfig | QuantisedMLADenseConfig | GQAConfig) else TILE
     costs, shared = config.split_costs, False
@@ -121,34 +125,17 @@ def plan_decode(call: PlanDecode) -> Plan:
     return replace(plan, shared=shared)
 
 
-def _planned[C: (DecodeMLA, DecodeKV)](call: C, q: jax.Array) -> C:
-    """`call` with its plan, or else the default plan for its queries `q` [B, Q, Hq, ...]."""
-    if call.plan is not None:
-        return call
-    plan = plan_decode(
-        PlanDecode(
-            buffer=call.buffer,
-            pages=call.pages,
-            entry=call.entry,
-            block_tables=call.block_tables,
-            seq_lens=call.seq_lens,
-            heads=q.shape[2],
-            q_len=q.shape[1],
-            window=call.window,
-            dtype=q.dtype,
-            batch_invariant=False,
-        )
-    )
-    return replace(call, plan=plan)
+def _planned[C: (DecodeMLA, DecodeKV)](call: C) -> C:
+    """`call` with its plan, or else with the default plan for its queries."""
+    return call if call.plan is not None else replace(call, plan=plan_decode(call))
 
 
 def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
     """The result of a `decode_mla` call: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    _, tokens, heads, _ = call.q_latent.shape
-    call = _planned(call, call.q_latent)
-    if by_slots(call.entry, tokens * heads):
+    call = _planned(call)
+    if by_slots(call.entry, rows_of(call)):
         return mla_sparse.decode_by_slots(call)
-    config = configuration(default_config(call.entry, tokens * heads))
+    config = configuration(default_config(call.entry, rows_of(call)))
     return _decode_mla(call, config=config, interpret=bool(interpreting.value))
 
 
@@ -170,16 +157,14 @@ def _decode_mla(
         results = mla_dense_swap_ab.attend(call, queries, config, interpret=interpret)
     else:
         results = mla_dense.attend(call, queries, config, interpret=interpret)
-    out, lse, split_out, split_lse, split_scale = results
-    out, lse = combine(out, lse, split_out, split_lse, split_scale, call.plan, rows=rows, interpret=interpret)
+    out, lse = combine(results, call.plan, rows=rows, interpret=interpret)
     return out[:, :rows].reshape(batch, tokens, heads, latent), lse[:, :rows].reshape(batch, tokens, heads)
 
 
 def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
     """The result of a `decode_kv` call: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]."""
-    _, tokens, heads, _ = call.q.shape
-    config = configuration(default_config(call.entry, tokens * heads // call.pages.num_heads))
-    return _decode_kv(_planned(call, call.q), config=config, interpret=bool(interpreting.value))
+    config = configuration(default_config(call.entry, rows_of(call)))
+    return _decode_kv(_planned(call), config=config, interpret=bool(interpreting.value))
 
 
 @partial(jax.jit, static_argnames=("config", "interpret"))
@@ -198,12 +183,7 @@ def _decode_kv(
         results = quantised_swap_ab.attend(call, queries, config, interpret=interpret)
     else:
         results = gqa.attend(call, q, config, interpret=interpret)
-    out, lse, split_out, split_lse, split_scale = results
-    by_row = heads * padded
-    out, split_out = (x.reshape(-1, by_row, x.shape[-1]) for x in (out, split_out))
-    lse, split_lse = (x.reshape(-1, by_row) for x in (lse, split_lse))
-    split_scale = split_scale.reshape(-1, 1, by_row)
-    out, lse = combine(out, lse, split_out, split_lse, split_scale, call.plan, rows=by_row, interpret=interpret)
+    out, lse = combine(results.with_rows(heads * padded), call.plan, rows=heads * padded, interpret=interpret)
 
     def by_token(x):
         x = x.reshape(batch, heads, padded, -1)[:, :, :rows].reshape(batch, heads, tokens, group, -1)

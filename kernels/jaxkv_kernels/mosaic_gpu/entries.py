@@ -39,7 +39,7 @@ from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.calls import GatherEntries, GatherIndexerK, GatherKV, GatherMLA, WriteIndexerK, WriteKV, WriteMLA
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry
-from jaxkv_kernels.mosaic_gpu.entry_copies import EntryBytes, load_entries, store_entries, copy_reasons
+from jaxkv_kernels.mosaic_gpu.entry_copies import EntryBytes, copy_reasons, load_entries, store_entries
 from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.entry_lanes import MOST_VALUES, mover, scale_of, step_of, teams
 from jaxkv_kernels.mosaic_gpu.layout_reasons import apart

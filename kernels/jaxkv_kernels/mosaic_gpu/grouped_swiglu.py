@@ -37,11 +37,11 @@ from jaxkv_kernels.mosaic_gpu.expert_products import (
     token_reasons,
 )
 from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import (
+    expert_reasons,
     fits_one_token,
     one_expert,
     one_token,
     only_expert,
-    expert_reasons,
 )
 from jaxkv_kernels.tile_scaled import TILE, TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
