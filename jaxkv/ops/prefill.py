@@ -214,16 +214,14 @@ def _decodes(
     call: calls.PrefillMLA, num_decodes: int, cache: KVCache[MLAEntry], plan, implementation
 ) -> tuple[jax.Array, jax.Array]:
     """The rows of the first `num_decodes` requests, by `decode_mla`: out [num_decodes, H, V] and lse."""
-    q_nope, q_pe, block_tables, seq_lens = (
-        x[:num_decodes] for x in (call.q_nope, call.q_pe, call.block_tables, call.seq_lens)
-    )
+    first = slice(num_decodes)
     # As for kernels: the user's program may have stricter rules than JAX's default ones.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        precision = lax.Precision.HIGHEST if q_nope.dtype == jnp.float32 else None
-        q_latent = jnp.einsum("bhn,hnr->bhr", q_nope, call.w_uk, precision=precision)
+        precision = lax.Precision.HIGHEST if call.dtype == jnp.float32 else None
+        q_latent = jnp.einsum("bhn,hnr->bhr", call.q_nope[first], call.w_uk, precision=precision)
         out, lse = decode_mla(
-            q_latent, q_pe, cache, block_tables, seq_lens, layer=call.layer, scale=call.scale, kv_scale=call.kv_scale,
-            plan=plan, return_lse=True, implementation=implementation,
+            q_latent, call.q_pe[first], cache, call.block_tables[first], call.seq_lens[first], layer=call.layer,
+            scale=call.scale, kv_scale=call.kv_scale, plan=plan, return_lse=True, implementation=implementation,
         )  # fmt: skip
         out = out[..., : call.w_uv.shape[-1]]  # formats of DeepSeek V4 also sum rotary parts
         return jnp.einsum("bhr,hvr->bhv", out, call.w_uv, precision=precision), lse

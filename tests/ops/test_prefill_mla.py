@@ -300,7 +300,7 @@ def as_on_hopper(monkeypatch):
     monkeypatch.setattr(mosaic_prefill.entries, "gather", entries.gather_mla)
 
 
-def test_keys_in_parts(monkeypatch):
+def test_rotary_keys_in_an_array_of_their_own(monkeypatch):
     """What the kernel for keys whose rotary part is shared is given, and what becomes of its splits."""
     calls = []
 

@@ -62,8 +62,6 @@ from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.token_rows import TILE_ROWS
 from jaxkv_kernels.xla import prefill as gathered
 
-CUDNN = gathered.DenseAttention(cudnn.attention, cudnn.ragged_attention, by_lengths=True)
-
 SIZES = (128, 64, 128)
 """Values of a key without and in its rotary part, and of a value: DeepSeek's."""
 ROWS = 64
@@ -77,11 +75,19 @@ PRODUCER_REGISTERS = 40
 THRESHOLD = 8.0
 """The running max is raised when a score in base 2 exceeds it by more than this; the same as in the other kernels."""
 LEAST_KEYS = 1024
-"""The least keys of a split: merging it must take little in comparison."""
+"""The least keys of a split, here and by cuDNN: merging it must take little in comparison."""
 SPLITS = (1, 2, 4, 8)
 WELL_FILLED = 1.1
 """The time, relative to that of a GPU without idle multiprocessors, for which more splits are not worth merging."""
 
+CUDNN_ROWS = 2 * 132 * 128
+"""Query rows (requests x heads x tokens) with which cuDNN fills a GPU: two work tiles of 128 rows per multiprocessor of
+an H200."""
+CUDNN_CHUNKS = 2
+"""With room for at most this many chunks, all of them run unconditionally.
+
+XLA's loops and conditions wait for the host, which cost 0.46 ms per layer on an H200.  A chunk without tokens takes
+about 0.15 ms: its keys and values are expanded, but cuDNN skips them."""
 
 LEAST_WITH_CUDNN = 1024
 """New tokens per request from which on `prefill_mla` is faster than `decode_mla`, if cuDNN attends to earlier tokens.
@@ -91,18 +97,30 @@ LEAST_WITH_KERNEL = 256
 """The same if `attend_expanded` does."""
 
 
-def prefill_mla(call: PrefillMLA) -> tuple[jax.Array, jax.Array]:
-    """The results of a call: `attend_expanded` attends to earlier tokens if it supports the heads, otherwise cuDNN.
+def cudnn_splits(keys: int, rows: int) -> int:
+    """Splits of a chunk's keys for cuDNN: as many as fill the GPU, each of LEAST_KEYS or more."""
+    splits = 1
+    while rows * splits < CUDNN_ROWS and keys % (2 * splits * LEAST_KEYS) == 0:
+        splits *= 2
+    return splits
 
-    Heads that cuDNN does not support are left to XLA.
+
+CUDNN = gathered.DenseAttention(cudnn.attention, cudnn.ragged_attention, cudnn_splits, CUDNN_CHUNKS)
+
+
+def prefill_mla(call: PrefillMLA) -> tuple[jax.Array, jax.Array]:
+    """The results of a call.
+
+    cuDNN attends to the new tokens, and `attend_expanded` to earlier ones if it supports the heads and queries are not
+    ragged; otherwise cuDNN does that as well.  XLA attends to all tokens if cuDNN does not support the heads.
     """
     nope, value, rope = call.w_uk.shape[1], call.w_uv.shape[1], call.q_pe.shape[-1]
     if any(cudnn.unsupported_reasons(call.dtype, nope + rope, value)):
         return gathered.prefill_mla(call, entries.gather)
-    in_parts = None
+    shared_rope = None
     if not any(unsupported_reasons(call.dtype, nope, rope, value)):
-        in_parts = gathered.InParts(partial(attend_expanded, scale=call.scale), TILE_ROWS)
-    return gathered.prefill_mla(call, entries.gather, CUDNN, in_parts)
+        shared_rope = gathered.SharedRopeAttention(partial(attend_expanded, scale=call.scale), TILE_ROWS)
+    return gathered.prefill_mla(call, entries.gather, CUDNN, shared_rope)
 
 
 def prefill_kv(call: PrefillKV) -> tuple[jax.Array, jax.Array]:
@@ -118,7 +136,7 @@ def least_prefill(heads: ExpandedHeads) -> int | None:
     an H200, the attention kernel of 8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 32,768
     cached ones, the kernel takes 0.25 ms (cuDNN 0.34, absorbed attention 0.81), expanding the cached tokens 0.19, and
     joining their keys, which only cuDNN needs, 0.10.  Tables with room for more tokens than are cached make that worse
-    (see `FEW_CHUNKS`).
+    (see `CUDNN_CHUNKS`).
     """
     least = gathered.least_by_flops(heads)
     if least is None or any(cudnn.unsupported_reasons(heads.dtype, heads.nope + heads.rope, heads.value)):
