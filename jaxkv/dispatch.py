@@ -34,7 +34,7 @@ class Backend:
     kernels: Callable[[], Kernels]
     """Imports its kernels."""
     unavailable_reasons: Callable[[], list[str]]
-    """The reasons why none of its kernels runs on this machine, found without importing them; empty if some do."""
+    """The reasons why none of its kernels runs on this machine; empty if some do.  It does not import the kernels."""
 
     def runs(self, call: Call[Any]) -> bool:
         """Whether it would run `call` on this machine."""
@@ -166,7 +166,7 @@ def _requested(implementation: str | Sequence[str] | None) -> list[Backend]:
 
 
 def _warn_of_slower(call: Call[Any], chosen: Backend) -> None:
-    """Logs why the fastest implementation does not run the call, if this machine has its kernel."""
+    """Logs why the fastest implementation does not run the call, if it has a kernel that runs on this machine."""
     fastest = BACKENDS[0]
     if chosen is fastest or jax.default_backend() != "gpu" or fastest.unavailable_reasons():
         return
@@ -188,7 +188,7 @@ def _log_once(operation: str, name: str) -> None:
 
 
 class Captured(BaseException):
-    """Leaves an operation at the point where it would choose an implementation."""
+    """Raised by `choose` under `captured`, instead of choosing: it carries the call out of the operation."""
 
     def __init__(self, call: Call[Any]):
         super().__init__(call)
@@ -199,9 +199,9 @@ _captures: ContextVar[bool] = ContextVar("captures", default=False)
 
 
 def captured(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
-    """The call that `operation(*args, **kwargs)` would run, without running it; arrays may be `jax.ShapeDtypeStruct`s.
+    """The call that `operation(*args, **kwargs)` would run, for `explain` and other descriptions of calls.
 
-    `operation` must be a function that chooses an implementation.
+    Nothing runs, and arrays may be `jax.ShapeDtypeStruct`s.  TypeError if `operation` chooses no implementation.
     """
     token = _captures.set(True)
     try:

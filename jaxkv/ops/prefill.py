@@ -110,19 +110,22 @@ def prefill_mla(
     a prompt has the same entries whether it is prefilled at once or in chunks.
 
     The last Q tokens of each request are expanded and attended to at once.  Earlier tokens are expanded in chunks of
-    bounded memory, in a loop over the longest request; the parts are merged by their log-sum-exps.
+    bounded memory, in a loop over the longest request.  The results are merged by their log-sum-exps.
 
     With `cu_q_lens`, the batch is ragged: requests have different numbers of query tokens, and their rows follow one
-    another.  The cached tokens of all requests are then expanded in chunks of one sequence, so that the work depends on
-    how many there are, not on the longest request.  Requests that are decoding may come first: `decode_mla` computes
-    the rows of the first `num_decodes` requests, because expanding cached tokens does not pay for one query token.
+    another.  The earlier tokens of all requests then form one sequence, which is expanded in chunks.  The work depends
+    on the length of this sequence, not on the longest request.  Requests that are decoding may come first:
+    `decode_mla` computes the rows of the first `num_decodes` requests, because expanding cached tokens does not pay for
+    one query token.
 
     On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
-    multiples of 8.  Without `cu_q_lens`, jaxkv's kernel computes attention to earlier tokens if keys are 128 + 64 and
-    values 128.  As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may then
-    reach those that do not see it.  All other attention runs on XLA.  Tokens that no query token sees have no
-    influence.  Unlike in `decode_mla`, a token in a block outside the cache is not
-    masked, but has an entry of zeros, and so have all tokens if a traced layer is outside the cache.
+    multiples of 8.  Without `cu_q_lens`, jaxkv's kernel computes attention to earlier tokens if keys have 128 + 64
+    values and values 128.  All other attention runs on XLA.
+
+    As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may reach those that do
+    not see it, unless all attention runs on XLA.  Tokens that no query token sees have no influence.  Unlike in
+    `decode_mla`, a token in a block outside the cache is not masked, but has an entry of zeros, and so have all tokens
+    if a traced layer is outside the cache.
 
     Args:
       q_nope: float [B, Q, H, N], queries without their rotary part; [T, H, N] with `cu_q_lens`.
@@ -279,21 +282,24 @@ def prefill_kv(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Grouped-query or multi-head attention of many new tokens per request, to keys and values that are gathered first.
 
-    Up to rounding, the result is that of `decode_kv`, which reads the cache for each few query tokens again.  As there,
-    the entries of the new tokens must already be in the cache, and the mask is causal and aligned to the end: query
-    token t of Q sees the first `seq_len - Q + 1 + t` tokens.  New tokens are read back from the cache, like all others.
+    Up to rounding, the result is that of `decode_kv`, which reads the cache again for every few query tokens.  As
+    there, the entries of the new tokens must already be in the cache, and the mask is causal and aligned to the end:
+    query token t of Q sees the first `seq_len - Q + 1 + t` tokens.  New tokens are read back from the cache, like all
+    others.
 
     The last Q tokens of each request are gathered and attended to at once.  Earlier tokens are gathered in chunks of
-    bounded memory, in a loop over the longest request, or its window; the parts are merged by their log-sum-exps.
+    bounded memory, in a loop over the longest request, or its window.  The results are merged by their log-sum-exps.
 
     Which of the two is faster depends on the number of new tokens.  On an H200, with 32 query heads and 8 KV heads of
     128 bfloat16 values, 4,096 new tokens take 0.5 ms instead of 1.1; 256 take longer than by `decode_kv`, and so do
     1,024 with a window of 1,024 and earlier tokens.
 
     On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
-    multiples of 8, except to earlier tokens within a window.  As in `decode_kv` on GPUs, inf or NaN in a token that
-    some query tokens of the request see may then reach those that do not see it.  All other calls, and those with
-    `implementation="xla"`, run on XLA.  Unlike in `decode_kv`, a token in a block outside the cache is not masked, but
+    multiples of 8.  With a window, it attends to the new tokens only.  All other attention runs on XLA, and so does
+    every call with `implementation="xla"`.
+
+    As in `decode_kv` on GPUs, inf or NaN in a token that some query tokens of the request see may reach those that do
+    not see it, if cuDNN attends to it.  Unlike in `decode_kv`, a token in a block outside the cache is not masked, but
     has an entry of zeros, and so have all tokens if a traced layer is outside the cache.
 
     Args:

@@ -1,4 +1,9 @@
-"""Picks the kernel of a dense decode call on sm_90, and that of its plan; runs it, and then `combine` for splits."""
+"""Decode calls on Hopper: their plans, the choice of the kernel by format and rows, and the call of the kernel.
+
+`decode_mla` and `decode_kv` make a plan if the call has none, run the kernel that `default_config` picks, and merge the
+results of split requests by `combine`.  A few formats of latents are decoded by the kernel of sparse attention instead
+(`by_slots`).
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -44,7 +44,7 @@ def _on(capabilities: Mapping[str, str]) -> Callable[[], list[str]]:
 class MosaicGPU(Kernels):
     """Kernels for NVIDIA Hopper."""
 
-    @supports(None, None, _on(CLOCK))
+    @supports(unavailable_reasons=_on(CLOCK))
     def stamp(self, after: jax.Array) -> jax.Array:
         return stamp(after)
 

@@ -115,6 +115,6 @@ class Triton(Kernels):
     def fetch_rows(self, call: calls.FetchRows) -> tuple[jax.Array, jax.Array, jax.Array]:
         return hot_rows.fetch_rows(call)
 
-    @supports(None, None, _unavailable_reasons)
+    @supports(unavailable_reasons=_unavailable_reasons)
     def store_rows(self, call: calls.StoreRows) -> jax.Array:
         return hot_rows.store_rows(call)
