@@ -149,7 +149,7 @@ class GQA:
     head_dim: int
     """Size of a head of queries, keys and values."""
     biases: bool = False
-    """Whether queries, keys, values and the output have biases (GPT-OSS; Llama and SmolLM3 with `attention_bias`)."""
+    """Whether queries, keys, values and the output have biases (GPT-OSS; others with `attention_bias`)."""
     window: int | None = None
     """Tokens that a query sees in `windowed` layers, itself included; None if there are no such layers."""
     windowed: tuple[int, ...] = ()

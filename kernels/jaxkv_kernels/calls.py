@@ -693,8 +693,8 @@ class Support:
     Functions such as `entry_reasons` yield the unsupported reasons about one part of a call, for several kernels.
     """
 
-    entries: Listed | None
-    """The supported formats by kind of entry (exact class); None if the kernel does not interpret entries."""
+    entries: Listed
+    """The supported formats by kind of entry (exact class); empty if the kernel does not interpret entries."""
     unsupported_reasons: Callable[[Call[Any]], list[str]]
     """Returns the reasons against a call; none if the kernel supports it."""
     unavailable_reasons: Callable[[], list[str]]
@@ -715,12 +715,14 @@ def supports[F: Callable[..., Any]](
       unavailable_reasons: yields the reasons against this machine.
     """
 
+    listed = entries or {}
+
     def reasons_of_call(call: Call[Any]) -> list[str]:
-        unlisted = [] if entries is None else [reason for entry in call.entries for reason in _unlisted(entry, entries)]
+        unlisted = [reason for entry in call.entries if listed for reason in _unlisted(entry, listed)]
         return unlisted or list(unsupported_reasons(call))
 
     def declared(method: F) -> F:
-        setattr(method, _SUPPORT, Support(entries, reasons_of_call, lambda: list(unavailable_reasons())))
+        setattr(method, _SUPPORT, Support(listed, reasons_of_call, lambda: list(unavailable_reasons())))
         return method
 
     return declared

@@ -1,18 +1,15 @@
 """Configurations drawn at random, as Hugging Face Transformers saves them: the same tokens and logits."""
 
-from functools import partial
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxkv
 from jaxkv import models
 from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.parameters import parameters, spellings, unused
 from support.cases import slow
 from support.drawn import FOLDER, cases, write
+from support.logits import logits_of
 
 FAMILIES = sorted(path.name.removesuffix(".json.xz") for path in FOLDER.glob("*.json.xz"))
 CASES = 20
@@ -25,6 +22,8 @@ BY_DEFAULT = {
     "kimi_k25": 3,
     "kimi_linear": 6,
     "longcat_flash": 4,
+    "qwen3": 13,
+    "qwen3_moe": 2,
     "qwen3_next": 16,
 }
 """The cases that are not slow: small ones, of unlike families.  Those of DeepSeek-V3, GLM and Kimi have such small
@@ -35,37 +34,6 @@ SOME = [
     for number in range(CASES)
 ]
 TOLERANCE = 1e-4  # of logits, relative to the largest, as in test_models.py
-
-
-@partial(jax.jit, donate_argnums=1)
-def run(model, cache, *batch):
-    """Logits of all new tokens, [1, Q, vocab]."""
-    cache, x = models.forward(model, cache, *batch)
-    return cache, models.head(model, x)
-
-
-def logits_of(model, tokens):
-    """The logits at every position, computed in two chunks by the same program."""
-    width, count = -(-len(tokens) // 2), len(tokens)
-    size = model.usual_block_size
-    sizes = {"": size}
-    layout = model.layout(1, size)
-    if isinstance(layout, jaxkv.PackedLayout):
-        sizes = {name: table.block_size for name, table in layout.tables.items()}
-    needed = {name: -(-count // held) for name, held in sizes.items()}
-    blocks = iter(np.random.default_rng(0).permutation(sum(needed.values())))
-    tables = {name: np.asarray([[next(blocks) for _ in range(of)]], np.int32) for name, of in needed.items()}
-    cache, found = model.cache(sum(needed.values()), size), []
-    for start in (0, width):
-        new = tokens[start : start + width]
-        padding = width - len(new)
-        positions = np.asarray([[-1] * padding + [*range(start, start + len(new))]])
-        slots = jaxkv.slots_for(tables[""], positions, block_size=size)
-        length = jnp.asarray([start + len(new)], jnp.int32)
-        padded = np.asarray([[0] * padding + new], np.int32)
-        cache, logits = run(model, cache, padded, length, tables if len(tables) > 1 else tables[""], slots)
-        found.append(np.asarray(logits)[0, padding:])
-    return np.concatenate(found)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -446,6 +446,74 @@ class TestMistral4:
         rejects(changed("mistral4", tmp_path, **values), "config.json", *words)
 
 
+class TestQwen3:
+    @staticmethod
+    def read(name="Qwen3 with experts", **values):
+        return models.ModelConfig.from_json({**PUBLISHED[name], **values})
+
+    def test_the_size_of_the_published_models(self):
+        """Their cards say 4.0 and 30.5 billion parameters."""
+        sizes = []
+        for name in ("Qwen3", "Qwen3 with experts"):
+            model = jax.eval_shape(partial(models.random_model, self.read(name)))
+            sizes.append(sum(weight.size for weight in jax.tree.leaves(model.params)) / 1e9)
+        assert [round(size, 1) for size in sizes] == [4.0, 30.5]
+
+    def test_the_dense_layers(self):
+        def dense(**values):
+            config = self.read(num_hidden_layers=4, **values)
+            assert (config.experts is None) == (config.num_dense_layers == 4)
+            return config.num_dense_layers
+
+        assert dense() == dense(mlp_only_layers=None) == dense(decoder_sparse_step=None) == 0
+        assert dense(mlp_only_layers=[1, 0]) == 2
+        assert (dense(decoder_sparse_step=4), dense(decoder_sparse_step=5)) == (3, 4)
+        assert dense(decoder_sparse_step=2, mlp_only_layers=[1]) == 3
+
+    def test_the_number_of_experts_as_published_and_as_transformers_writes_it(self):
+        values = {name: value for name, value in PUBLISHED["Qwen3 with experts"].items() if name != "num_experts"}
+        assert models.ModelConfig.from_json({**values, "num_local_experts": 128}) == self.read()
+        with pytest.raises(ValueError, match="`num_local_experts` is 64: expected the same as `num_experts`"):
+            self.read(num_local_experts=64)
+
+    def test_yarn(self):
+        """As the model cards recommend it, and as DeepSeek-R1-0528-Qwen3-8B has it, with a key of vLLM."""
+        yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+        assert self.read(rope_scaling=yarn).rope.scaling.factor == 4
+        of_vllm = {"attn_factor": 0.8782488562869419, "extrapolation_factor": 1, "apply_yarn_scaling": False}
+        for key, value in of_vllm.items():
+            with pytest.raises(ValueError, match=rf"`rope_scaling\.{key}` is {value}: .* `attention_factor` instead"):
+                self.read("Qwen3", rope_scaling={**yarn, key: value})
+
+    @pytest.mark.parametrize(
+        ("family", "values", "words"),
+        [
+            ("qwen3", {"use_sliding_window": True}, ["`use_sliding_window` is True"]),
+            ("qwen3", {"layer_types": ["sliding_attention"] * 2}, ["`layer_types`", "'full_attention' for each of 2"]),
+            ("qwen3", {"hidden_act": "gelu"}, ["`hidden_act` is 'gelu'"]),
+            ("qwen3", {"num_key_value_heads": 4}, ["`num_key_value_heads` is 4", "divisor of the 6"]),
+            ("qwen3", {"rope_parameters": {"rope_type": "llama3"}, "rope_theta": 1e4}, ["`rope_parameters.rope_type`"]),
+            ("qwen3_moe", {"use_sliding_window": True}, ["`use_sliding_window` is True"]),
+            ("qwen3_moe", {"mlp_only_layers": [2]}, ["`mlp_only_layers` is [2]", "from 0 to 1"]),
+            (
+                "qwen3_moe",
+                {"mlp_only_layers": [1], "decoder_sparse_step": 1},
+                ["`mlp_only_layers` is [1]", "before those"],
+            ),
+            ("qwen3_moe", {"decoder_sparse_step": 0}, ["`decoder_sparse_step` is 0", "from 1"]),
+            (
+                "qwen3_moe",
+                {"decoder_sparse_step": 2, "num_hidden_layers": 3},
+                ["`decoder_sparse_step` is 2", "before those"],
+            ),
+            ("qwen3_moe", {"num_experts_per_tok": 9}, ["`num_experts_per_tok` is 9", "the 8 experts"]),
+            ("qwen3_moe", {"num_local_experts": 0}, ["`num_local_experts` is 0"]),
+        ],
+    )
+    def test_unsupported_configurations_are_rejected(self, family, values, words, tmp_path):
+        rejects(changed(family, tmp_path, **values), "config.json", *words)
+
+
 class TestQwen3Next:
     @staticmethod
     def read(**values):

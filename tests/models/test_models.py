@@ -34,6 +34,8 @@ FAMILIES = [
     "longcat_flash",
     "mistral4",
     "moonlight",
+    "qwen3",
+    "qwen3_moe",
     "qwen3_next",
     "smollm3",
     "youtu",
@@ -47,7 +49,7 @@ TOLERANCE = 1e-4  # of logits, relative to the largest of the position
 PACKED = {"deepseek_v32", "deepseek_v4", "glm5", "kimi_linear", "qwen3_next"}
 """Families with several groups in one buffer, which therefore need a block to be one run of memory."""
 
-HEADS = {"gpt_oss", "llama", "qwen3_next", "smollm3"}
+HEADS = {"gpt_oss", "llama", "qwen3", "qwen3_moe", "qwen3_next", "smollm3"}
 """Families whose cache has several heads, so that all six orders differ."""
 
 SAME_LAYERS = ("deepseek_v3_sharded", "deepseek_v3_yarn", "kimi", "kimi_k25")

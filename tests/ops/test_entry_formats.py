@@ -1,21 +1,19 @@
 """Logits of whole models with quantised entries, held to what the precision of the entries allows."""
 
 from functools import cache
-from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jaxkv
 import jaxkv.models
+from jaxkv.models.config import GQA, MLA, CompressedAttention
 from support.cases import slow
+from support.logits import logits_of
+from support.recorded import FOLDER, recorded
 
-FOLDER = Path(__file__).parents[1] / "data" / "models"
 FAMILIES = sorted(path.parent.name for path in FOLDER.glob("*/truth.npz"))
-QUANTISED = {"llama": "fp8"}
-"""The quantised format of keys and values; latents have fp8_ds_mla."""
+QUANTISED = {GQA: "fp8", MLA: "fp8_ds_mla", CompressedAttention: "fp8_v4"}
+"""A format of e4m3 values for the entries of each kind of attention."""
 PRECISION_RATIO = 2.0**-4 / 2.0**-8
 """One rounding to e4m3 is so many times coarser than one to bf16."""
 
@@ -23,18 +21,9 @@ PRECISION_RATIO = 2.0**-4 / 2.0**-8
 @cache
 def logits(family, dtype, entry_format):
     """Float64 [200, vocab] of the longest recorded prompt."""
-    with np.load(FOLDER / family / "truth.npz") as recorded:
-        tokens = recorded["prompts"][-1:]
+    prompt, _ = recorded(family)[-1]
     model = jaxkv.models.load(FOLDER / family, dtype=dtype, entry_format=entry_format)
-    length, tables = tokens.shape[1], jnp.asarray([[3, 0, 2, 1]])
-    slots = jaxkv.slots_for(tables, jnp.arange(length)[None], block_size=64)
-
-    @jax.jit
-    def prefill(model, cache):
-        _, x = jaxkv.models.forward(model, cache, tokens, jnp.asarray([length]), tables, slots)
-        return jaxkv.models.head(model, x)[0]
-
-    return np.asarray(prefill(model, model.cache(4)), np.float64)
+    return logits_of(model, prompt).astype(np.float64)
 
 
 def error(found, right):
@@ -42,7 +31,7 @@ def error(found, right):
     return np.median(np.linalg.norm(found - right, axis=-1) / np.linalg.norm(right, axis=-1))
 
 
-# One of each kind of attention; the others differ in what surrounds it.
+# Latents, some of them selected, and keys and values; the compressed entries of DeepSeek-V4 take longer.
 QUICK = ("deepseek_v2_lite", "deepseek_v32", "llama")
 
 
@@ -53,7 +42,7 @@ def test_logits_with_quantised_entries(family):
     Besides, the bf16 model's own roundings are drawn anew where its entries change.
     """
     bf16, exact = logits(family, "bfloat16", "bf16"), logits(family, "float32", "f32")
-    form = QUANTISED.get(family, "fp8_ds_mla")
+    form = QUANTISED[type(jaxkv.models.ModelConfig.read(FOLDER / family).attention)]
     quantised = error(logits(family, "bfloat16", form), bf16)
     rounded = error(logits(family, "float32", "bf16"), exact)
     own = error(bf16, exact)

@@ -72,7 +72,7 @@ def serve(engine, family, count=12):
         # What these divide is divided in other families, too.
         *(
             pytest.param(family, partial(tensor, 2), id=f"tensor 2, {family}", marks=pytest.mark.slow)
-            for family in ("axk1", "glm5", "kimi_k25", "longcat_flash", "mistral4")
+            for family in ("axk1", "glm5", "kimi_k25", "longcat_flash", "mistral4", "qwen3_moe")
         ),
         pytest.param("llama", partial(tensor, 2), id="KV heads"),
         pytest.param("llama", partial(context, 4, 2), id="KV context", marks=pytest.mark.slow),

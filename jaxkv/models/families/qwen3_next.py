@@ -6,7 +6,8 @@ All norms but those of the recurrent layers' outputs multiply by 1 + weight.  Th
 from dataclasses import replace
 from typing import Any
 
-from jaxkv.models.config import GQA, DeltaNet, Experts, ModelConfig
+from jaxkv.models.config import GQA, DeltaNet, ModelConfig
+from jaxkv.models.families import qwen3
 from jaxkv.models.families.family import Family, layer_weights, read_config, weight_of
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers import gqa, rope
@@ -16,12 +17,9 @@ from jaxkv.models.layers.feed_forward import swiglu_weights
 
 ROTARY_FACTOR, INTERVAL = 0.25, 4
 """`partial_rotary_factor` and `full_attention_interval` by default."""
-NAMES = {"n_routed_experts": "num_experts"}
-"""The names of keys in config.json."""
 
 
 def _read(fields: JsonObject) -> ModelConfig:
-    fields = fields.renamed(NAMES)
     for key in ("head_dim", "num_key_value_heads"):
         fields.integer(key)  # required: what transformers has by default does not depend on the number of heads
     heads = gqa.read(fields)
@@ -33,7 +31,8 @@ def _read(fields: JsonObject) -> ModelConfig:
     fields.choice("use_sliding_window", False, default=False)
     fields.choice("decoder_sparse_step", 1, default=1)
     fields.choice("mlp_only_layers", [], None, default=[])
-    config = read_config(fields, heads, rotary, (0, _read_experts(fields)))
+    experts = qwen3.read_experts(fields, shared_size=fields.integer("shared_expert_intermediate_size"))
+    config = read_config(fields, heads, rotary, (0, experts))
     # Layers of multi-token prediction have other weights than those that `speculative.py` describes.
     return replace(config, recurrent=_read_recurrent(fields), centred_norms=True, num_nextn_predict_layers=0)
 
@@ -48,21 +47,6 @@ def _rotary_factor(fields: JsonObject) -> float:
     if factor > 1:
         raise held.error(key, "at most 1")
     return factor
-
-
-def _read_experts(fields: JsonObject) -> Experts:
-    count, per_token = fields.integer("n_routed_experts"), fields.integer("num_experts_per_tok")
-    if per_token > count:
-        raise fields.error("num_experts_per_tok", f"at most the {count} experts")
-    return Experts(
-        count=count,
-        per_token=per_token,
-        scoring="softmax",
-        normalize=fields.flag("norm_topk_prob"),
-        scale=1.0,
-        intermediate_size=fields.integer("moe_intermediate_size"),
-        shared_intermediate_size=fields.integer("shared_expert_intermediate_size"),
-    )
 
 
 def _read_recurrent(fields: JsonObject) -> DeltaNet:
@@ -110,8 +94,6 @@ def _attention_weights(config: ModelConfig, attention: GQA, weight) -> dict[str,
         **gqa.weights(config, attention, weight),
         # A head of queries, then its gate.
         "q": weight("self_attn.q_proj.weight", 2 * config.num_heads * attention.head_dim, config.hidden_size),
-        "q_norm": weight("self_attn.q_norm.weight", attention.head_dim, centred=config.centred_norms),
-        "k_norm": weight("self_attn.k_norm.weight", attention.head_dim, centred=config.centred_norms),
     }
 
 

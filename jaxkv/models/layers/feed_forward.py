@@ -74,13 +74,14 @@ def read_routing(fields: JsonObject, scoring: str, *, grouped: bool, normalize: 
 
 
 def mixture_weights(config: ModelConfig, experts: Experts, weight) -> dict[str, Any]:
-    """The weights of the router, the experts and the shared expert; `weight` as in `layer_weights`."""
+    """The weights of the router, the experts and the shared expert, if any; `weight` as in `layer_weights`."""
     hidden, size = config.hidden_size, experts.intermediate_size
     tree = {
         "router": weight("mlp.gate.weight", experts.count, hidden, exact=True),
         "experts": swiglu_weights(weight, f"mlp.experts.{EXPERT}", hidden, size, experts=experts.count),
-        "shared": swiglu_weights(weight, "mlp.shared_experts", hidden, experts.shared_intermediate_size),
     }
+    if experts.shared_intermediate_size:
+        tree["shared"] = swiglu_weights(weight, "mlp.shared_experts", hidden, experts.shared_intermediate_size)
     if experts.scoring == "sigmoid":
         tree["router_bias"] = weight("mlp.gate.e_score_correction_bias", experts.count, exact=True)
     return tree

@@ -48,6 +48,9 @@ def weights(config: ModelConfig, attention: GQA, weight) -> dict[str, Any]:
     if attention.biases:
         sizes = {"q": q_size, "k": kv_size, "v": kv_size, "o": hidden}
         tree |= {f"{name}_bias": weight(f"self_attn.{name}_proj.bias", size) for name, size in sizes.items()}
+    if attention.normed:
+        size, centred = attention.head_dim, config.centred_norms
+        tree |= {name: weight(f"self_attn.{name}.weight", size, centred=centred) for name in ("q_norm", "k_norm")}
     return tree
 
 

@@ -247,6 +247,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 50000.0},
         },
     ),
+    # The query heads of a token have more values than the hidden size.  The head is the embedding.
+    "qwen3": (
+        "qwen3",
+        {
+            **TWO_LAYERS,
+            "num_attention_heads": 6,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "tie_word_embeddings": True,
+        },
+    ),
+    # A dense layer, then one with experts.
+    "qwen3_moe": (
+        "qwen3_moe",
+        {
+            **TWO_LAYERS,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
+            "decoder_sparse_step": 2,
+            "num_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 16,
+            "norm_topk_prob": True,
+        },
+    ),
     # Two layers with states around one with attention.  Value heads of another size than key heads show which is which.
     "qwen3_next": (
         "qwen3_next",

@@ -291,6 +291,27 @@ def qwen3_next(rng: Draw) -> dict[str, Any]:
     }
 
 
+def qwen3(rng: Draw) -> dict[str, Any]:
+    config = common(rng)
+    return {**config, **_heads(rng, config), **rope(rng), "attention_bias": bool(rng.random() < 0.3)}
+
+
+def qwen3_moe(rng: Draw) -> dict[str, Any]:
+    config, experts = qwen3(rng), between(rng, 2, 8)
+    layers = config["num_hidden_layers"]
+    # Dense layers come first: by their numbers, or because the step ends with the last layer, or after it.
+    steps = {"decoder_sparse_step": layers}, {"decoder_sparse_step": layers + 1}
+    kinds = {"mlp_only_layers": [*range(between(rng, 0, layers))]}, *steps
+    return {
+        **config,
+        **among(rng, *kinds),
+        "num_experts": experts,
+        "num_experts_per_tok": between(rng, 1, experts),
+        "moe_intermediate_size": between(rng, 5, 30),
+        "norm_topk_prob": bool(rng.random() < 0.7),
+    }
+
+
 def gpt_oss(rng: Draw) -> dict[str, Any]:
     config = common(rng)
     experts = between(rng, 2, 8)
@@ -380,6 +401,8 @@ DRAWS = {
         ("longcat_flash", longcat_flash),
         ("mistral3", mistral3),
         ("mistral4", mistral4),
+        ("qwen3", qwen3),
+        ("qwen3_moe", qwen3_moe),
         ("qwen3_next", qwen3_next),
         ("smollm3", smollm3),
         ("youtu", youtu),

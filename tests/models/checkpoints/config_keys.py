@@ -28,6 +28,7 @@ IGNORED_BESIDE = {
     "deepseek_v32": {"first_k_dense_replace"},  # has mlp_layer_types, too
     "deepseek_v4": {"router_jitter_noise"},
     "glm5": {"first_k_dense_replace"},
+    "qwen3": {"max_window_layers"},  # without windows
     "smollm3": {"no_rope_layer_interval"},  # has no_rope_layers, too
     "kimi_k25": {
         "dtype",  # of the whole; the text model's is `torch_dtype`
@@ -49,6 +50,8 @@ NOT_IGNORED = {
     "kimi_linear": {"layer_types"},
     "llama": {"head_dim", "num_key_value_heads"},
     "longcat_flash": {"head_dim"},
+    "qwen3": {"head_dim", "layer_types", "num_key_value_heads"},
+    "qwen3_moe": {"head_dim", "num_key_value_heads"},
     "qwen3_next": {"head_dim", "layer_types", "num_key_value_heads"},
     "smollm3": {"head_dim", "num_key_value_heads"},
 }
@@ -117,6 +120,8 @@ ABSENT_IN = {
         "tie_word_embeddings": True,
     },
     "mistral4": {"n_group": 1, "partial_rotary_factor": 0.5, "topk_group": 1},
+    "qwen3": {"layer_types": ["full_attention"] * 2},
+    "qwen3_moe": {"decoder_sparse_step": 1, "mlp_only_layers": []},
     "qwen3_next": {"decoder_sparse_step": 1, "mlp_only_layers": [], "partial_rotary_factor": 0.25},
     "youtu": {"tie_word_embeddings": True},
 }
@@ -134,10 +139,17 @@ NULLABLE_IN = {
     "deepseek_v4": set(ABSENT_IN["deepseek_v4"]),
     "gpt_oss": NOT_IGNORED["gpt_oss"] - {"sliding_window"},
     "llama": NOT_IGNORED["llama"],
+    "qwen3": {"layer_types"},
+    "qwen3_moe": {"decoder_sparse_step", "mlp_only_layers"},
     "qwen3_next": {"layer_types", "mlp_only_layers"},
     "smollm3": {*NOT_IGNORED["smollm3"], "no_rope_layers"},
 }
 NEEDED_PATHS = {"rope_parameters.compress.partial_rotary_factor", "rope_parameters.main.partial_rotary_factor"}
 """Keys inside an object that are needed, although a key of the same name elsewhere is not."""
-OTHER_NAMES = {"torch_dtype": "dtype", "mlp_layer_types": "first_k_dense_replace", "rope_parameters": "rope_theta"}
+OTHER_NAMES = {
+    "mlp_layer_types": "first_k_dense_replace",
+    "num_local_experts": "num_experts",
+    "rope_parameters": "rope_theta",
+    "torch_dtype": "dtype",
+}
 """What an error may name instead of an absent key: another spelling."""

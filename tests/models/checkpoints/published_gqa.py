@@ -1,5 +1,58 @@
 """The values of published configurations of models with keys and values, or with states."""
 
+# A Qwen3-4B with a context of 262,144 tokens: all of its config.json but `transformers_version`, as in the copy in
+# https://github.com/akougkas/warpio-cli at 8dde6d2, `warpio-docs/ai-docs/model_cards/qwen3:4b.md`.  The copy does not
+# say which of the models of that name it is of.
+QWEN3_4B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2560,
+    "initializer_range": 0.02,
+    "intermediate_size": 9728,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 36,
+    "model_type": "qwen3",
+    "num_attention_heads": 32,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 5000000,
+    "sliding_window": None,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+# Qwen3-30B-A3B: all of its config.json but `transformers_version`, as in the copy in
+# https://github.com/alibaba/InferSim at f2293da, `hf_configs/qwen3-30B-A3B_config.json`.
+QWEN3_MOE = {
+    **QWEN3_4B,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "decoder_sparse_step": 1,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "max_window_layers": 48,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "output_router_logits": False,
+    "rope_theta": 1000000.0,
+    "router_aux_loss_coef": 0.001,
+    "tie_word_embeddings": False,
+}
 QWEN3_NEXT = {
     "architectures": ["Qwen3NextForCausalLM"],
     "attention_bias": False,
@@ -194,6 +247,8 @@ PUBLISHED_GQA = {
         "tie_word_embeddings": True,
     },
     "Kimi-Linear": KIMI_LINEAR,
+    "Qwen3": QWEN3_4B,
+    "Qwen3 with experts": QWEN3_MOE,
     "Qwen3-Next": QWEN3_NEXT,
     # The values by default of `SmolLM3Config` in transformers 5.23.0.
     "SmolLM3": {
