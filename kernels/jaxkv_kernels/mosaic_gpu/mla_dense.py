@@ -90,7 +90,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu import cluster_sharing, masks
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, plain_latents
-from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
+from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, KernelResults, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, steps, unaligned
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.ptx import conversions_in_place
@@ -195,8 +195,8 @@ def attend(
     config: MLADenseConfig | QuantisedMLADenseConfig,
     *,
     interpret: bool,
-) -> Sequence[jax.Array]:
-    """Results of whole requests and splits (`result_types`), by the plan of `call`.
+) -> KernelResults:
+    """Results of whole requests and splits, by the plan of `call`.
 
     `queries` are those of `call` as [B, rows, R] and, if entries have a rotary part, [B, rows, P], with a multiple of 8
     rows.  With a QuantisedMLADenseConfig, entries are e4m3 and have 512 + 64 values.
@@ -235,7 +235,7 @@ def attend(
         (q_ref, *qr_refs), refs = refs[: len(queries)], refs[len(queries) :]
         kv_ref, table_ref, layer_ref, scale_ref, *refs = refs
         *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[: -len(outputs)]
-        results, exchange_refs = refs[-len(outputs) :][:5], refs[-len(outputs) :][5:]
+        results, exchange_refs = KernelResults(*refs[-len(outputs) :][:5]), refs[-len(outputs) :][5:]
         # Views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
         if quantised:
             (q_in, q, *_), (qr_in, qr), (stages, k, raw_k), (_, r, raw_r) = memory["q"], qr, memory["k"], r
@@ -573,7 +573,7 @@ def attend(
         *queries, view.of(buffer), call.block_tables, jnp.reshape(call.layer, (1,)), jnp.reshape(call.scale, (1,)),
         *kv_scales, plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
-    return found[:5]
+    return KernelResults(*found[:5])
 
 
 def plain_types(dtype, half: int, rope: int, *, copies: int, cluster: int, interpret: bool) -> dict[str, Any]:
