@@ -126,9 +126,10 @@ def decode_mla(
         value.  `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.
       cu_q_lens: int32 [B + 1], running sum from 0 of the query tokens of each request, whose numbers may differ: those
         of request b are q_latent[cu_q_lens[b] : cu_q_lens[b + 1]], its last tokens.  T may differ from the last sum:
-        rows past it belong to no request, and query tokens past the last row are left out.  A sum below an earlier one
-        counts as that one: the sums of unused requests at the end may repeat the last sum in use, or be 0 or negative
-        (`checked` reports sums that fall).  The tables and lengths of requests without query tokens may hold anything.
+        rows past it belong to no request, and query tokens past the last row are left out.  A sum that is less than an
+        earlier one is replaced by the earlier one.  For unused requests at the end, pass the last sum again, 0, or a
+        negative number (`checked` reports sums that fall).  The tables and lengths of requests without query tokens may
+        hold anything.
       return_lse: also return the log-sum-exp of the scores.
       plan: what `plan_decode` returned for the same tables, lengths, numbers of heads and query tokens, and query
         dtype; if None, the call makes its own plan.

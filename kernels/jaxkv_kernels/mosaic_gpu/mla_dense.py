@@ -20,6 +20,9 @@ Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer war
     (-> k_full[0], k_full[1])      O0 += P1 K1 left  -> p_ready[1]       arrives k_free[1]
                                      arrives k_free[2]                 O1 += P1 K1 right, arrives k_free[3]
 
+The function `scores` computes S0 and S1.  It multiplies each by the softmax scale, times log2(e), as soon as the
+product is complete: before the logit cap, the mask and the softmax.
+
 Only CTAs that share key tiles prefetch to the L2 cache, and only if `prefetch` is set and tokens are contiguous.  If a
 pair needs a mask, scores are masked before the softmax, and each consumer zeroes the values of unseen tokens in its own
 half of the tile before it multiplies them.
@@ -54,8 +57,9 @@ Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `fu
                        the row sums of both are in stats[1:3]
 These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[0] only after p_ready[1] and after K0
 has landed again, which consumer 1 allowed when it was done with P0.  Consumer 1 overwrites P1 and stats[0] only after
-the next p_ready[0].  Automatic barriers are off: within a warpgroup, what one thread writes, others read only through
-TMA or wgmma after commit_smem, or after `both`.
+the next p_ready[0].  The kernel is compiled without the barriers that Mosaic GPU inserts by default (`auto_barriers`).
+If a thread writes to shared memory, the other threads of its warpgroup may therefore read that memory in two ways only:
+by TMA or wgmma after `commit_smem`, or after they have waited for `both`.
 
 Budget, for latents of 512.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats and barriers 1
 KiB = 225 KiB of 227.  Registers: 240 per lane for consumers, 24 for the producer.
