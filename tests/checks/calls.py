@@ -4,13 +4,15 @@ import jax.numpy as jnp
 
 import jaxkv
 
+LAYERS = 3
+SIZES = dict(num_layers=LAYERS, num_blocks=6, block_size=4)
 ENTRY = jaxkv.MLAEntry("bf16", latent=8, rope=4)
-MLA = jaxkv.CacheLayout(num_layers=3, num_blocks=6, block_size=4, entry=ENTRY)
-KV = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, num_heads=2, entry=jaxkv.KVEntry("fp8", 8, 4))
-INDEXER = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, entry=jaxkv.IndexerEntry(head_dim=8))
+MLA = jaxkv.CacheLayout(**SIZES, entry=ENTRY)
+KV = jaxkv.CacheLayout(**SIZES, num_heads=2, entry=jaxkv.KVEntry("fp8", 8, 4))
+INDEXER = jaxkv.CacheLayout(**SIZES, entry=jaxkv.IndexerEntry(head_dim=8))
 
 STATE = jaxkv.StateEntry({"conv": ((2, 3), "float32"), "ssm": ((4,), "float32")})
-STATES = jaxkv.CacheLayout(num_layers=3, num_blocks=6, block_size=4, entry=STATE)
+STATES = jaxkv.CacheLayout(**SIZES, entry=STATE)
 
 TABLES = [[4, 0], [1, 3]]
 LENGTHS = [7, 3]
@@ -140,5 +142,3 @@ OPERATIONS = (
     write_blocks,
     grouped_swiglu,
 )
-THREE_LAYERS = write_mla, write_state, read_state, decode_mla, decode_mla_sparse, gather_mla, gather_entries
-LAYERS = dict.fromkeys(THREE_LAYERS, 3)

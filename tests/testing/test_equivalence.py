@@ -6,8 +6,12 @@ import pytest
 
 import jaxkv
 from jaxkv.cli import main
+from jaxkv.ops import OPERATIONS
 from jaxkv.testing import equivalence
 from jaxkv.testing.equivalence import BLOCKS, LAYERS, verify_blocks
+
+OTHERS = {"copy_blocks", "read_blocks", "write_blocks", "gather_entries", "plan_decode", "prefill_mla", "prefill_kv"}
+"""Operations that have cases of their own, and those whose results follow from the others'."""
 
 
 @pytest.fixture
@@ -37,19 +41,20 @@ def test_a_copy_carries_the_padding_of_pages_where_blocks_are_runs(small, form):
 
 
 def test_the_command_checks_every_operation_in_every_order(small, monkeypatch, capsys):
-    monkeypatch.setattr(equivalence, "ENTRIES", (jaxkv.MLAEntry.typical("fp8_v41_split"), jaxkv.KVEntry("fp8", 16)))
+    entries = [jaxkv.MLAEntry.typical("fp8_v41_split"), jaxkv.KVEntry("fp8", 16), jaxkv.IndexerEntry("f16", 16)]
+    monkeypatch.setattr(equivalence, "ENTRIES", (*entries, jaxkv.StateEntry.typical("state")))
     assert main(["verify"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[:2] for line in lines[:-1]] == [
-        [operation, form]
-        for form, operations in {
-            "fp8_v41_split": ("write_mla", "gather_mla", "decode_mla", "decode_mla_sparse"),
-            "fp8": ("write_kv", "gather_kv", "decode_kv"),
-        }.items()
-        for operation in (*operations, "copy_blocks", "read/write_blocks")
-    ]
-    assert all(line.endswith("ok on 6 orders") for line in lines[:-1])
-    assert lines[-1].startswith("all of 66 cases on cpu in ")
+    *lines, last = capsys.readouterr().out.splitlines()
+    found = [tuple(line.split()[:2]) for line in lines]
+    assert len(found) == len(set(found))
+    declared = [operation for operation in OPERATIONS if operation.name not in OTHERS]
+    right = set()
+    for entry in equivalence.ENTRIES:
+        names = [operation.name for operation in declared if type(entry) in operation.entries]
+        right |= {(name, entry.format) for name in (*names, "copy_blocks", "read/write_blocks")}
+    assert set(found) == right
+    assert all(line.endswith("ok on 6 orders") for line in lines)
+    assert last.startswith(f"all of {6 * len(lines)} cases on cpu in ")
 
 
 class TestFaults:
