@@ -16,6 +16,7 @@ from jaxkv.bench import random_models, step
 from jaxkv.bench.kernel_times import KernelTimes
 from jaxkv.cli import main
 from support.many_devices import on_several_devices
+from support.cases import further
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
 
@@ -92,8 +93,8 @@ def test_a_step_of_a_prefill(capsys):
 @pytest.mark.parametrize(
     ("family", "parallel", "options"),
     [
-        ("deepseek_v32", "expert", ["--entry-format", "fp8_ds_mla"]),
-        ("deepseek_v2_lite", "data-expert", []),
+        further("deepseek_v32", "expert", ["--entry-format", "fp8_ds_mla"]),
+        further("deepseek_v2_lite", "data-expert", []),
         ("llama", "context", ["--new-tokens", "3"]),
     ],
 )

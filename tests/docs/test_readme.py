@@ -31,6 +31,7 @@ def test_the_ten_lines_run():
     assert scope["lse"].shape == (1, 16)
 
 
+@pytest.mark.ci
 def test_the_whole_model_runs(capsys):
     code = code_in("jaxkv/serving")
     exec(code.replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), {})

@@ -17,7 +17,7 @@ from jaxkv import models, serving
 from jaxkv.models.parallel import exchange
 from jaxkv.models.parallel.expert import local_experts
 from models.checkpoints.mtp import with_mtp
-from support.cases import slow
+from support.cases import further, slow
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 from support.recorded import FOLDER, recorded
@@ -90,7 +90,7 @@ def generate(model, prompts, count):
 
 @pytest.mark.parametrize(
     ("family", "room"),
-    [("deepseek_v32", None), ("deepseek_v3", 5), slow("deepseek_v3", None), slow("deepseek_v32", 5)],
+    [further("deepseek_v32", None), ("deepseek_v3", 5), slow("deepseek_v3", None), slow("deepseek_v32", 5)],
 )
 def test_tokens_on_eight_devices(family, room, tmp_path, monkeypatch):
     """Tokens are gathered, or sent: with room for 5 tokens per pair of devices, a prefill takes several rounds."""

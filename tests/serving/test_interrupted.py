@@ -268,7 +268,7 @@ def all_calls(kind, folder):
     return calls.seen
 
 
-@pytest.mark.parametrize("kind", [Hybrid, Drafts, pytest.param(Toy, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", [Hybrid, pytest.param(Drafts, marks=pytest.mark.ci), pytest.param(Toy, marks=pytest.mark.slow)])
 def test_a_call_that_launches_reads_loads_stores_or_allocates_raises(kind, monkeypatch, tmp_path):
     kind.install(monkeypatch)
     found = {site.split(",")[0]: site for site in all_calls(kind, tmp_path) if site.startswith(TRANSFERS)}

@@ -1,4 +1,8 @@
-"""Which of all combinations a test runs by default; the others are `slow`.  Examples of property-based tests."""
+"""Which of all combinations a test runs by default; the others are `further`, or `slow`.  Examples of property-based
+tests.
+
+`further` cases run in CI (marker `ci`): others of their kind run by default.  `slow` ones find what few faults need.
+"""
 
 import itertools
 
@@ -23,24 +27,30 @@ def on_layouts(entries, *, composed=False):
 
     Each layout with one format of numbers and one of bytes, and each format on one layout, show what depends on a
     layout or on a format; the other pairs are `slow`.  Operations that are `composed` of others reach entries by these
-    alone, which run on each layout with bytes too: each layout with one format of numbers then shows that they pass
-    the layout on.
+    alone, which run on each layout and with each format: each layout with one format of numbers, and one format of
+    bytes, then show that they pass the layout and the format on; each other format is `further`.
     """
-    on_every_layout = ON_EVERY_LAYOUT[:1] if composed else ON_EVERY_LAYOUT
     cases = []
     for entry in entries:
         for name in scenes.layout_names(entry):
-            quick = entry.format in on_every_layout or name in WITH_EVERY_FORMAT
+            on_every_layout, with_every_format = entry.format in ON_EVERY_LAYOUT, name in WITH_EVERY_FORMAT
+            if composed:
+                on_every_layout = entry.format == ON_EVERY_LAYOUT[0] or on_every_layout and with_every_format
+            by_default = on_every_layout or with_every_format and not composed
+            marks = () if by_default else pytest.mark.ci if with_every_format else pytest.mark.slow
             kind = type(entry).__name__.removesuffix("Entry")
-            cases.append(
-                pytest.param(entry, name, id=f"{kind} {entry.format}, {name}", marks=() if quick else pytest.mark.slow)
-            )
+            cases.append(pytest.param(entry, name, id=f"{kind} {entry.format}, {name}", marks=marks))
     return pytest.mark.parametrize(("entry", "name"), cases)
 
 
 def slow(*values):
     """A case that does not run by default."""
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def further(*values):
+    """A case that runs in CI: others of its kind run by default."""
+    return pytest.param(*values, marks=pytest.mark.ci)
 
 
 def each_value(names, *axes):

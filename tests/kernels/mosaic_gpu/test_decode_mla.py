@@ -16,7 +16,7 @@ from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan
 from support import kernels, suites
-from support.cases import each_value, slow
+from support.cases import each_value, further, slow
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
@@ -225,7 +225,7 @@ CASES = [("LBNHC", 4, 2, 16, 30.0), ("BLNHC", 1, 128, 64, 30.0), ("LBNHC", 3, 20
 QUANTISED = [
     ("fp8", "LBNHC", 4, 2, 16, 30.0),
     ("fp8_ds_mla", "BLNHC", 1, 16, 64, None),
-    ("fp8", "LBNHC", 3, 20, 128, 30.0),
+    further("fp8", "LBNHC", 3, 20, 128, 30.0),
     slow("fp8", "BLNHC", 1, 128, 16, None),
     slow("fp8_ds_mla", "BLNHC", 1, 128, 64, None),
     *(slow(form, "BLNHC", 1, 16, 64, None) for form in GATHERED),
@@ -313,7 +313,10 @@ def test_without_a_hopper_gpu_the_reason_is_the_device():
 
 @pytest.mark.parametrize(
     ("rows", "slots", "count"),
-    [(24, 4, 2), (8, 20, 9), (5, 5, 2), (5, 4, 1), (40, 64, 33), (8, 140, 133), (8, 40, 38)],
+    [
+        *((24, 4, 2), further(8, 20, 9), (5, 5, 2), (5, 4, 1), further(40, 64, 33), further(8, 140, 133)),
+        further(8, 40, 38),
+    ],
     ids=[
         *("a warp has two rows", "a warp has a row", "odd rows", "one split"),
         *("two warpgroups have a row", "four warpgroups have a row", "the last of all splits"),
