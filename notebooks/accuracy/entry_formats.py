@@ -1,7 +1,6 @@
 """What entry formats cost in accuracy, on the recorded models of the tests.
 
-    python notebooks/accuracy/entry_formats.py measure FILE      # a quarter of an hour on a CPU
-    python notebooks/accuracy/entry_formats.py table README      # rewrites what stands between the marks `accuracy`
+    python notebooks/accuracy/entry_formats.py      # a quarter of an hour on a CPU; writes entry_formats.json beside it
 
 Attention: the models' own queries, latents, keys and values, computed in float32, are recorded while a prompt of 200
 tokens is prefilled.  Each is attended to once as it is, in float64, and once encoded and decoded, with a softmax in
@@ -15,10 +14,8 @@ have the format of the latents if that is unquantised, else `indexer_fp8`; for t
 are float32.
 """
 
-import argparse
 import json
 import platform
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -317,7 +314,7 @@ def count_different(family: str, form: str) -> tuple[int, int]:
     return int((np.stack(likeliest) != tokens).sum()), tokens.size
 
 
-def measure(file: Path) -> None:
+def measure() -> None:
     """Records all formats."""
     rows = []
     for kind in KINDS:
@@ -341,42 +338,13 @@ def measure(file: Path) -> None:
             print(rows[-1], flush=True)
     about = {
         "date": datetime.now(UTC).date().isoformat(),
-        "command": f"python notebooks/accuracy/entry_formats.py measure {file.name}",
+        "command": "python notebooks/accuracy/entry_formats.py",
         "device": platform.machine(),
         "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
         "models": {kind.name: kind.families() for kind in KINDS},
     }
-    file.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
-
-
-def table() -> str:
-    """The recorded numbers as a Markdown table."""
-    lines = [
-        "| entries | format | bits per value | error, median | largest | tokens that differ |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in json.loads(RECORDED.read_text())["rows"]:
-        lines.append(
-            f"| {row['entries']} | `{row['format']}` | {row['bits_per_value']:.2f} | {row['error_median']:.1e} | "
-            f"{row['error_largest']:.1e} | {row['different']:,} of {row['tokens']:,} |"
-        )
-    return "\n".join(lines)
-
-
-def rewrite(file: Path) -> None:
-    """Rewrites the table in a README."""
-    text = file.read_text()
-    new = re.sub(r"(<!-- accuracy -->\n).*?(<!-- /accuracy -->)", partial(_between, table()), text, flags=re.DOTALL)
-    file.write_text(new)
-
-
-def _between(content: str, match: re.Match) -> str:
-    return f"{match[1]}{content}\n{match[2]}"
+    RECORDED.write_text(json.dumps({**about, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("action", choices=("measure", "table"))
-    parser.add_argument("file", type=Path)
-    args = parser.parse_args()
-    (measure if args.action == "measure" else rewrite)(args.file)
+    measure()

@@ -1,4 +1,4 @@
-"""The README's code runs, its matrix is the code's, and its commands are the ones that exist."""
+"""The README's code runs, its tables are the code's, and its commands are the ones that exist."""
 
 import json
 import re
@@ -10,7 +10,6 @@ import pytest
 
 import jaxkv
 from jaxkv.cli import BENCHMARKS, COMMANDS, main
-from jaxkv.support import support_matrix
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -66,10 +65,12 @@ def test_blocks_are_offloaded_and_loaded(tmp_path):
     assert len(list(tmp_path.glob("*/*.block"))) == 3
 
 
-def test_the_support_matrix_is_that_of_the_code():
-    shown = re.search(r"<!-- matrix -->\n(.*?)\n?<!-- /matrix -->", README, re.DOTALL)
-    assert shown
-    assert shown[1] == support_matrix(), "run `jaxkv matrix` and paste its output between the marks"
+CODE_TABLES = {"README.md": ("matrix",), "kernels/jaxkv_kernels/formats/README.md": ("formats", "accuracy")}
+
+
+@pytest.mark.parametrize("name", CODE_TABLES)
+def test_tables_are_those_of_the_code(name, tmp_path):
+    assert_rewritten(ROOT / ".ci" / "tables.py", name, CODE_TABLES[name], tmp_path)
 
 
 TABLES = {
@@ -82,26 +83,23 @@ TABLES = {
 
 @pytest.mark.parametrize("name", TABLES)
 def test_tables_are_those_of_the_recorded_measurements(name, tmp_path):
-    text, copy = (ROOT / name).read_text(), tmp_path / "README.md"
+    assert_rewritten(ROOT / "notebooks" / "h200" / "report.py", name, TABLES[name], tmp_path)
+
+
+def assert_rewritten(script, name, tables, folder):
+    """A script that is given a README without these tables writes them as they are."""
+    text, copy = (ROOT / name).read_text(), folder / "README.md"
     emptied = text
-    for marks in TABLES[name]:
+    for marks in tables:
         emptied, count = re.subn(rf"(<!-- {marks} -->\n).*?(<!-- /{marks} -->)", r"\1\2", emptied, flags=re.DOTALL)
         assert count == 1, marks
     copy.write_text(emptied)
-    report = ROOT / "notebooks" / "h200" / "report.py"
-    subprocess.run([sys.executable, report, copy], check=True)
-    assert copy.read_text() == text, f"run `python notebooks/h200/report.py {name}`"
+    subprocess.run([sys.executable, script, copy], check=True)
+    assert copy.read_text() == text, f"run `python {script.relative_to(ROOT)} {name}`"
 
 
-def test_the_table_of_accuracy_is_that_of_the_recorded_numbers(tmp_path):
-    readme = ROOT / "kernels" / "jaxkv_kernels" / "formats" / "README.md"
-    copy = tmp_path / "README.md"
-    emptied = re.sub(r"(<!-- accuracy -->\n).*?(<!-- /accuracy -->)", r"\1\2", readme.read_text(), flags=re.DOTALL)
-    copy.write_text(emptied)
-    script = ROOT / "notebooks" / "accuracy" / "entry_formats.py"
-    subprocess.run([sys.executable, script, "table", copy], check=True)
-    assert copy.read_text() == readme.read_text(), f"run `python {script.relative_to(ROOT)} table {readme.name}`"
-    recorded = json.loads(script.with_suffix(".json").read_text())
+def test_the_accuracy_of_every_format_is_recorded():
+    recorded = json.loads((ROOT / "notebooks" / "accuracy" / "entry_formats.json").read_text())
     assert {"date", "device", "versions", "command", "models"} <= set(recorded)
     kinds = jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry
     rows = {(row["entries"].strip("`").split("`")[0], row["format"]) for row in recorded["rows"]}

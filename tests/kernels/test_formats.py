@@ -1,7 +1,4 @@
-"""Byte maps of the entry formats: consistent, complete, and shown in the README as they are."""
-
-import re
-from pathlib import Path
+"""Byte maps of the entry formats: consistent and complete."""
 
 import jax
 import jax.numpy as jnp
@@ -9,12 +6,10 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.support import format_table
 from jaxkv_kernels.formats import FORMATS, Format, register
 from jaxkv_kernels.formats.bits import corrected_quotient
 from support import oracle
 
-ROOT = Path(__file__).parents[2]
 ENTRIES = [kind.typical(name) for kind in (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry) for name in kind.formats]
 every_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)
 
@@ -158,13 +153,6 @@ def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match="expected a Format"):
         register("fp8")  # type: ignore[arg-type]
     assert all(isinstance(form, Format) for form in FORMATS.values())
-
-
-def test_the_table_in_the_readme_is_that_of_the_code():
-    readme = (ROOT / "kernels" / "jaxkv_kernels" / "formats" / "README.md").read_text()
-    shown = re.search(r"<!-- formats -->\n(.*?)\n<!-- /formats -->", readme, re.DOTALL)
-    assert shown
-    assert shown[1] == format_table(), "paste what jaxkv.support.format_table() returns between the marks"
 
 
 def of_every_kind(rng, count):

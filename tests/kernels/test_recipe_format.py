@@ -1,5 +1,6 @@
 """The recipe "add an entry format", followed: the class below is all that a new format needs to work on XLA."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ import jaxkv
 from jaxkv.layout.describe import bands
 from jaxkv.support import format_table, support_matrix
 from jaxkv_kernels.formats import FORMATS, Format, register
+from jaxkv_kernels.formats.bits import corrected_quotient, largest_magnitude, power_of_two_scale
 from jaxkv_kernels.formats.format import join, split_by_page, together
 from support import oracle, scenes, suites
+
+LARGEST, SMALLEST_EXPONENT = 127, -126
 
 
 class Int8(Format):
@@ -30,9 +34,11 @@ class Int8(Format):
 
     def encode(self, values, scales):
         values = [x.astype(jnp.float32) for x in values]
-        _, exponent = jnp.frexp(jnp.abs(jnp.concatenate(values, axis=-1)).max(axis=-1, keepdims=True))
-        scale = jnp.ldexp(jnp.float32(1), exponent - 7)
-        return join([*(jnp.clip(jnp.round(x / scale), -127, 127).astype(jnp.int8) for x in values), scale], self.dtype)
+        amax = largest_magnitude(jnp.concatenate(values, axis=-1))[..., None]
+        scale, _ = power_of_two_scale(amax, SMALLEST_EXPONENT, LARGEST)
+        quotients = [jnp.nan_to_num(corrected_quotient(x, scale)) for x in values]
+        stored = [jnp.clip(jnp.round(x), -LARGEST, LARGEST).astype(jnp.int8) for x in quotients]
+        return join([*stored, scale], self.dtype)
 
     def decode(self, row, sizes, scales, dtype):
         *values, scale = (field.read(row) for field in self.fields(sizes, 1))
@@ -50,9 +56,10 @@ class Int8Pages(Int8):
 
 
 def _encode(parts, scales):
-    _, exponent = np.frexp(np.abs(np.concatenate(parts, axis=-1)).max(axis=-1, keepdims=True))
-    scale = np.ldexp(np.float32(1), exponent - 7)
-    return *(np.clip(np.round(part / scale), -127, 127).astype(np.int8) for part in parts), scale
+    amax = np.abs(np.concatenate(parts, axis=-1)).max(axis=-1, keepdims=True).astype(np.float64)
+    scale = np.exp2(np.clip(np.ceil(np.log2(amax / 127)), -126, 122))  # 122 is the scale of all values above 2**128
+    quotients = (np.nan_to_num(part / scale) for part in parts)
+    return *(np.clip(np.round(x), -127, 127).astype(np.int8) for x in quotients), scale.astype(np.float32)
 
 
 def _decode(field, sizes, scales):
@@ -81,6 +88,30 @@ def _toys():
     yield
     for toy in TOYS:
         del FORMATS[toy.name], oracle.FORMATS[toy.name]
+
+
+NOISE = np.random.default_rng(0).standard_normal(1024).astype(np.float32)
+ROWS = {
+    "usual": NOISE,
+    "denormal": NOISE * np.float32(1e-40),
+    "zero": NOISE * 0,
+    "huge": NOISE * np.float32(1e37),
+    "ties": np.round(2 * NOISE) / 2,
+    "infinite": np.where(np.arange(1024) == 3, np.float32(np.inf), NOISE),
+    "invalid": np.where(np.arange(1024) == 3, np.float32(np.nan), NOISE),
+}
+
+
+@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("kind", ENTRIES)
+def test_encodes_to_the_bytes_of_the_oracle(kind, row):
+    """As `tests/kernels/test_formats.py` checks formats that are registered: also for values of unusual magnitudes."""
+    entry = ENTRIES[kind]()
+    values = np.split(ROWS[row][None, : sum(entry.sizes)], np.cumsum(entry.sizes)[:-1], axis=-1)
+    with np.errstate(divide="ignore"):
+        right = oracle.encode(entry, values)
+    found = jax.jit(lambda values: entry.encode(values, [None] * len(values)))(values)
+    np.testing.assert_array_equal(found, right)
 
 
 def on_layouts(*kinds):

@@ -35,7 +35,7 @@ jax.config.update("jax_platforms", "cpu")
 
 ROOT = Path(__file__).parents[2]
 SOURCES = f"{ROOT}/jaxkv/", f"{ROOT}/kernels/jaxkv_kernels/"
-IMPLEMENTATIONS = ("xla", "triton", "mosaic_gpu")
+IMPLEMENTATIONS = tuple(jaxkv.implementations())
 FORMATS = ("bf16", "fp8_ds_mla")
 BATCH, TABLE, HEADS = 4, 12, 128
 CUDNN = "jax._src.cudnn.fused_attention_stablehlo"
@@ -262,8 +262,8 @@ def report(record: Record, form: str, servers: Sequence[LanguageServer]) -> bool
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--operation", action="append", choices=OPERATIONS, help="default: all four")
-    parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS, help="default: all three")
+    parser.add_argument("--operation", action="append", choices=OPERATIONS, help="default: all")
+    parser.add_argument("--implementation", action="append", choices=IMPLEMENTATIONS, help="default: all")
     parser.add_argument("--format", action="append", choices=FORMATS, help="default: both")
     parser.add_argument("--definitions", action="append", choices=SERVERS, help="have this server follow each step")
     options = parser.parse_args()

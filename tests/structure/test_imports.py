@@ -2,9 +2,10 @@
 
 import pytest
 
+from jaxkv.dispatch import BACKENDS
 from structure.imports import PACKAGES, circles, imports_of, module_files
 
-IMPLEMENTATIONS = tuple(f"jaxkv_kernels.{name}" for name in ("xla", "triton", "mosaic_gpu"))
+IMPLEMENTATIONS = tuple(f"jaxkv_kernels.{backend.name}" for backend in BACKENDS)
 DISPATCH = "jaxkv.dispatch"
 PLAIN = "jaxkv_kernels.xla"
 """Plain JAX, which the other implementations may build on."""

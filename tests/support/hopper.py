@@ -9,7 +9,13 @@ import pytest
 
 from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA, unavailable_reasons
 
-on_hopper = pytest.mark.gpu(missing=tuple(unavailable_reasons(WGMMA)))
+
+def on_gpus(capabilities):
+    """Marks tests of kernels for these capabilities (a table of `device.py`)."""
+    return pytest.mark.gpu(missing=tuple(unavailable_reasons(capabilities)))
+
+
+on_hopper = on_gpus(WGMMA)
 
 
 @contextmanager

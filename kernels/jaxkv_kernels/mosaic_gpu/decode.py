@@ -1,8 +1,9 @@
 """Picks the kernel of a dense decode call on sm_90, and that of its plan; runs it, and then `combine` for splits."""
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +16,7 @@ from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig, QuantisedMLADenseConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
-from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedGQAConfig, QuantisedSwapABConfig
+from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedSwapABConfig
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, Plan, make_plan, most_partitions, shares_keys
@@ -37,18 +38,69 @@ def by_slots(entry: MLAEntry | KVEntry, rows: int) -> bool:
     return entry.format in GATHERED or (entry.format == "fp8_ds_mla" and rows > SWAP_AB_ROWS)
 
 
-def default_config(
-    entry: MLAEntry | KVEntry, rows: int
-) -> MLADenseConfig | QuantisedMLADenseConfig | MLASwapABConfig | QuantisedSwapABConfig | GQAConfig:
-    """The default configuration of a `decode_mla` or `decode_kv` call: its class determines the kernel.
+Config = MLADenseConfig | QuantisedMLADenseConfig | MLASwapABConfig | QuantisedSwapABConfig | GQAConfig
 
-    `rows`: query tokens x query heads of a KV head.
-    """
+
+@dataclass(frozen=True)
+class Schedule:
+    """A kernel of dense attention, and how its calls are planned.  `rows`: query tokens x query heads of a KV head."""
+
+    default_config: Callable[[Any, int], Config]
+    """The default configuration, given the entry and `rows`."""
+    unsupported_reasons: Callable[[DecodeCall | PlanDecode, int], Iterator[str]]
+    """Reasons against a call or its plan with `rows`."""
+    attend: Callable[..., Sequence[jax.Array]]
+    """The results of whole requests and splits, given a call with its plan, queries and a configuration."""
+    step: int
+    """Requests are split at multiples of this many tokens."""
+    shares_keys: bool = False
+    """Whether two CTAs of a cluster can share the keys of a request."""
+
+
+MLA_DENSE = Schedule(
+    default_config=lambda entry, rows: mla_dense.default_config(rows),
+    unsupported_reasons=lambda call, rows: mla_dense.unsupported_reasons(call),
+    attend=mla_dense.attend,
+    step=PAIR,
+    shares_keys=True,
+)
+QUANTISED_MLA_DENSE = replace(
+    MLA_DENSE, default_config=lambda entry, rows: QuantisedMLADenseConfig(), shares_keys=False
+)
+MLA_SWAP_AB = Schedule(
+    default_config=lambda entry, rows: MLASwapABConfig(),
+    unsupported_reasons=lambda call, rows: mla_dense_swap_ab.unsupported_reasons(call),
+    attend=mla_dense_swap_ab.attend,
+    step=TILE,
+    shares_keys=True,
+)
+QUANTISED_MLA_SWAP_AB = Schedule(
+    default_config=lambda entry, rows: QuantisedSwapABConfig(),
+    unsupported_reasons=lambda call, rows: quantised_swap_ab.mla_reasons(call),
+    attend=quantised_swap_ab.attend,
+    step=TILE,
+)
+GQA = Schedule(
+    default_config=lambda entry, rows: GQAConfig(),
+    unsupported_reasons=lambda call, rows: gqa.unsupported_reasons(call),
+    attend=gqa.attend,
+    step=PAIR,
+)
+QUANTISED_GQA = Schedule(
+    default_config=lambda entry, rows: quantised_swap_ab.gqa_config(entry),
+    unsupported_reasons=lambda call, rows: quantised_swap_ab.gqa_reasons(call, rows, SWAP_AB_ROWS),
+    attend=quantised_swap_ab.attend,
+    step=TILE,
+)
+
+
+def schedule_of(entry: MLAEntry | KVEntry, rows: int) -> Schedule:
+    """The schedule of a `decode_mla` or `decode_kv` call, unless it runs `by_slots`."""
     if isinstance(entry, KVEntry):
-        return quantised_swap_ab.gqa_config(entry) if entry.quantised else GQAConfig()
+        return QUANTISED_GQA if entry.quantised else GQA
     if rows > SWAP_AB_ROWS:
-        return QuantisedMLADenseConfig() if entry.quantised else mla_dense.default_config(rows)
-    return QuantisedSwapABConfig() if entry.quantised else MLASwapABConfig()
+        return QUANTISED_MLA_DENSE if entry.quantised else MLA_DENSE
+    return QUANTISED_MLA_SWAP_AB if entry.quantised else MLA_SWAP_AB
 
 
 def unsupported_mla(call: DecodeMLA) -> Iterator[str]:
@@ -74,20 +126,11 @@ def unsupported_plan(call: PlanDecode) -> Iterator[str]:
 
 
 def _kernel_reasons(call: DecodeCall | PlanDecode, rows: int) -> Iterator[str]:
-    """The reasons of the kernel of a call with `rows` rows per KV head, which `default_config` picks."""
-    if isinstance(call.entry, KVEntry):
-        if call.entry.quantised:
-            yield from quantised_swap_ab.gqa_reasons(call, rows, SWAP_AB_ROWS)
-        else:
-            yield from gqa.unsupported_reasons(call)
-    elif by_slots(call.entry, rows):
+    """The reasons of the kernel of a call with `rows` rows per KV head."""
+    if isinstance(call.entry, MLAEntry) and by_slots(call.entry, rows):
         yield from mla_sparse.gathered_reasons(call.entry, call.pages, call.buffer)
-    elif rows > SWAP_AB_ROWS:
-        yield from mla_dense.unsupported_reasons(call)
-    elif call.entry.quantised:
-        yield from quantised_swap_ab.mla_reasons(call)
     else:
-        yield from mla_dense_swap_ab.unsupported_reasons(call)
+        yield from schedule_of(call.entry, rows).unsupported_reasons(call, rows)
 
 
 def plan_decode(call: PlanDecode) -> Plan:
@@ -95,13 +138,13 @@ def plan_decode(call: PlanDecode) -> Plan:
     rows, kv_heads = call.q_len * call.heads, call.pages.num_heads
     if by_slots(call.entry, rows):
         return mla_sparse.plan_by_slots(call)
-    config = configuration(default_config(call.entry, rows // kv_heads))
+    schedule = schedule_of(call.entry, rows // kv_heads)
+    config = configuration(schedule.default_config(call.entry, rows // kv_heads))
     row_tiles = kv_heads * -(-rows // kv_heads // TILE)
     partitions = most_partitions(row_tiles)
-    step = PAIR if isinstance(config, MLADenseConfig | QuantisedMLADenseConfig | GQAConfig) else TILE
     costs, shared = config.split_costs, False
     # A batch-invariant plan must not depend on how many requests there are.
-    if isinstance(config, MLADenseConfig | MLASwapABConfig) and row_tiles == 1 and not call.batch_invariant:
+    if schedule.shares_keys and row_tiles == 1 and not call.batch_invariant:
         shared = shares_keys(call.seq_lens.size, partitions)
     if shared:
         partitions, costs = partitions // CTAS, costs.of_shared_steps()
@@ -114,7 +157,7 @@ def plan_decode(call: PlanDecode) -> Plan:
         num_blocks=call.pages.num_blocks,
         window=call.window,
         batch_invariant=call.batch_invariant,
-        step=step,
+        step=schedule.step,
         costs=costs,
         by_kernel=not interpreting.value,
     )
@@ -145,31 +188,21 @@ def _planned[C: (DecodeMLA, DecodeKV)](call: C, q: jax.Array) -> C:
 def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
     """The result of a `decode_mla` call: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     _, tokens, heads, _ = call.q_latent.shape
-    call = _planned(call, call.q_latent)
-    if by_slots(call.entry, tokens * heads):
+    call, rows = _planned(call, call.q_latent), tokens * heads
+    if by_slots(call.entry, rows):
         return mla_sparse.decode_by_slots(call)
-    config = configuration(default_config(call.entry, tokens * heads))
+    config = configuration(schedule_of(call.entry, rows).default_config(call.entry, rows))
     return _decode_mla(call, config=config, interpret=bool(interpreting.value))
 
 
 @partial(jax.jit, static_argnames=("config", "interpret"))
-def _decode_mla(
-    call: DecodeMLA,
-    *,
-    config: MLADenseConfig | QuantisedMLADenseConfig | MLASwapABConfig | QuantisedSwapABConfig,
-    interpret: bool,
-) -> tuple[jax.Array, jax.Array]:
+def _decode_mla(call: DecodeMLA, *, config: Config, interpret: bool) -> tuple[jax.Array, jax.Array]:
     batch, tokens, heads, latent = call.q_latent.shape
     rows = tokens * heads
     # TMA copies tiles of 8 rows.  It fills tiles past the last row with zeros, and does not store them.
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     queries = [jnp.pad(q.reshape(batch, rows, q.shape[-1]), pad) for q in (call.q_latent, call.q_pe) if q.shape[-1]]
-    if isinstance(config, QuantisedSwapABConfig):
-        results = quantised_swap_ab.attend(call, queries, config, interpret=interpret)
-    elif isinstance(config, MLASwapABConfig):
-        results = mla_dense_swap_ab.attend(call, queries, config, interpret=interpret)
-    else:
-        results = mla_dense.attend(call, queries, config, interpret=interpret)
+    results = schedule_of(call.entry, rows).attend(call, queries, config, interpret=interpret)
     out, lse, split_out, split_lse, split_scale = results
     out, lse = combine(out, lse, split_out, split_lse, split_scale, call.plan, rows=rows, interpret=interpret)
     return out[:, :rows].reshape(batch, tokens, heads, latent), lse[:, :rows].reshape(batch, tokens, heads)
@@ -178,26 +211,22 @@ def _decode_mla(
 def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
     """The result of a `decode_kv` call: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]."""
     _, tokens, heads, _ = call.q.shape
-    config = configuration(default_config(call.entry, tokens * heads // call.pages.num_heads))
+    rows = tokens * heads // call.pages.num_heads
+    config = configuration(schedule_of(call.entry, rows).default_config(call.entry, rows))
     return _decode_kv(_planned(call, call.q), config=config, interpret=bool(interpreting.value))
 
 
 @partial(jax.jit, static_argnames=("config", "interpret"))
-def _decode_kv(
-    call: DecodeKV, *, config: GQAConfig | QuantisedGQAConfig, interpret: bool
-) -> tuple[jax.Array, jax.Array]:
+def _decode_kv(call: DecodeKV, *, config: Config, interpret: bool) -> tuple[jax.Array, jax.Array]:
     batch, tokens, query_heads, _ = call.q.shape
     heads, group = call.pages.num_heads, query_heads // call.pages.num_heads
-    rows, quantised = tokens * group, isinstance(config, QuantisedGQAConfig)
+    rows, quantised = tokens * group, call.entry.quantised
     # TMA copies tiles of 8 rows, and clips them if an axis is shorter than a tile.
     padded = rows if rows <= 8 and not quantised else rows + -rows % (8 if rows <= TILE else TILE)
     q = call.q.reshape(batch, tokens, heads, group, -1).swapaxes(1, 2).reshape(batch, heads, rows, -1)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
-    if isinstance(config, QuantisedGQAConfig):
-        queries = [q.reshape(batch * heads, padded, -1)]
-        results = quantised_swap_ab.attend(call, queries, config, interpret=interpret)
-    else:
-        results = gqa.attend(call, q, config, interpret=interpret)
+    queries = [q.reshape(batch * heads, padded, -1)] if quantised else q
+    results = schedule_of(call.entry, rows).attend(call, queries, config, interpret=interpret)
     out, lse, split_out, split_lse, split_scale = results
     by_row = heads * padded
     out, split_out = (x.reshape(-1, by_row, x.shape[-1]) for x in (out, split_out))

@@ -61,7 +61,8 @@ def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
 
     With up to 16 rows, tiles of `int8` and `nvfp4` entries have 128 keys, which are 34 and 18 KiB.  On an H200, 64
     requests of 8,192 tokens with 64 heads and 8 KV heads take 0.382 and 0.410 ms, instead of 0.620 and 0.439 with 64
-    keys.  Two stages take 0.360 and 0.408 ms, but spill 8 to 16 bytes per thread on some GPUs; three do on sm_89.
+    keys.  Two stages take 0.360 and 0.408 ms, but spill 8 to 16 bytes per thread on some GPUs; three do on sm_89.  GPUs
+    on which three were not tried have one.
 
     With heads wider than 256, a program with 32 rows and 16 keys takes 96 KiB of shared memory, and its results 64
     registers per thread of 8 warps.
@@ -72,7 +73,7 @@ def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
     if widest > 256:
         return KVConfig(rows=padded_rows(rows, 32), keys=16, warps=8, stages=2, programs_per_sm=2)
     if entry.format in ("int8", "nvfp4") and rows <= 16 and widest <= 128:
-        stages = 1 if capability() == 89 else 3
+        stages = 3 if capability() in (80, 86, 90) else 1
         return KVConfig(rows=16, keys=128, warps=4, stages=stages, programs_per_sm=2, split_multiple=128)
     keys = 32 if widest > 128 else 64
     return KVConfig(rows=padded_rows(rows, 64), keys=keys, warps=8 if rows > 32 else 4, stages=2, programs_per_sm=4)

@@ -10,10 +10,10 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 
 import jaxkv
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
-from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, interpreting
 from support import kernels, suites
 from support.cases import on_layouts, slow
-from support.hopper import large, on_hopper, read_early
+from support.hopper import large, on_gpus, read_early
 from support.suites.gathers import OF_144_BYTES
 from support.suites.states import PLAIN as PLAIN_STATE
 
@@ -27,7 +27,7 @@ class Mosaic:
     implementation = "mosaic_gpu"
 
 
-@on_hopper
+@on_gpus(BULK_COPIES)
 class TestWrites(Mosaic, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
     """The whole suite, on the GPU."""
 
@@ -38,14 +38,14 @@ class TestWrites(Mosaic, suites.Writes, suites.RotatedWrites, suites.WritesInSca
     )
 
 
-@on_hopper
+@on_gpus(BULK_COPIES)
 class TestGathers(Mosaic, suites.Gathers, suites.GatherEntries):
     """The whole suite, on the GPU."""
 
     gaps = (*TestWrites.gaps, "split pages")
 
 
-@on_hopper
+@on_gpus(BULK_COPIES)
 class TestBlocks(Mosaic, suites.Blocks, suites.BlocksInScans):
     """The whole suite, on the GPU."""
 
@@ -68,7 +68,7 @@ class StatesOnLayouts(Mosaic, suites.StateChecks):
         self.check_read(layout, 2, self.slots(layout, count=3))
 
 
-@on_hopper
+@on_gpus(BULK_COPIES)
 class TestStates(StatesOnLayouts, suites.States):
     """The whole suite, on the GPU."""
 
@@ -83,7 +83,7 @@ class TestInterpretedStates(StatesOnLayouts):
     test_no_states = suites.States.test_no_states
 
 
-@on_hopper
+@on_gpus(BULK_COPIES)
 class TestLargeCaches(Mosaic, suites.LargeCaches):
     """The whole suite, on the GPU."""
 

@@ -222,6 +222,7 @@ def test_other_sizes_lower_for_hopper(case):
 
 
 CASES = [("LBNHC", 4, 2, 16, 30.0), ("BLNHC", 1, 128, 64, 30.0), ("LBNHC", 3, 20, 128, None)]
+"""Order, query tokens, heads, tokens per block, `logit_cap`."""
 QUANTISED = [
     ("fp8", "LBNHC", 4, 2, 16, 30.0),
     ("fp8_ds_mla", "BLNHC", 1, 16, 64, None),
@@ -230,6 +231,7 @@ QUANTISED = [
     slow("fp8_ds_mla", "BLNHC", 1, 128, 64, None),
     *(slow(form, "BLNHC", 1, 16, 64, None) for form in GATHERED),
 ]
+"""The same by format."""
 SIZES = [
     (4, 2, 16, 30.0),
     (1, 128, 64, 30.0),

@@ -14,11 +14,11 @@ from jaxkv_kernels import calls
 from jaxkv_kernels.mosaic_gpu.entry_fields import fields_of
 from jaxkv_kernels.mosaic_gpu.entry_lanes import teams
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
-from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, interpreting
 from support import suites
 from support.cases import slow
 from support.compare import assert_close, assert_same_bits
-from support.hopper import on_hopper
+from support.hopper import on_gpus
 from support.suites.writes import new_tokens
 
 LATENTS, KEYS = jaxkv.MLAEntry("fp8_ds_mla", latent=256, rope=16), jaxkv.IndexerEntry()
@@ -32,7 +32,7 @@ class Mosaic:
     gaps = ("results of",)  # of values that do not fill the chunks of lanes
 
 
-@on_hopper
+@on_gpus(BULK_COPIES)
 class TestMerge(Mosaic, suites.Merge):
     """The whole suite, on the GPU."""
 

@@ -13,14 +13,14 @@ import jaxkv
 from jaxkv_kernels.mosaic_gpu.chosen_experts import list_chosen
 from jaxkv_kernels.mosaic_gpu.expert_products import ExpertsConfig, default_config, default_config_of_fp8
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
-from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import REDUX, interpreting
 from jaxkv_kernels.mosaic_gpu.scaled_linear import parts_of
 from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import using
 from support import kernels, suites
 from support.available import assume_available
 from support.cases import slow
-from support.hopper import kernel_operands, on_hopper, read_early
+from support.hopper import kernel_operands, on_gpus, on_hopper, read_early
 from support.suites.experts import arguments, scaled
 from support.suites.linear import operands
 from support.suites.routing import V2, V3
@@ -46,7 +46,7 @@ class TestExperts(Mosaic, suites.Experts):
         self.check(scaled(arguments(tokens, count=16, chosen=6, width=2048, inner=1408)))
 
 
-@on_hopper
+@on_gpus(REDUX)
 class TestRouting(Mosaic, suites.Routing):
     """The whole suite, on the GPU."""
 

@@ -1,0 +1,50 @@
+"""Rewrites the tables that follow from the code: those between marks such as `<!-- matrix -->` and `<!-- /matrix -->`.
+
+    python3 -m uv run python .ci/tables.py
+
+Tables of recorded timings are written by `notebooks/h200/report.py`.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+from jaxkv.support import format_table, support_matrix
+
+ROOT = Path(__file__).parents[1]
+READMES = ROOT / "README.md", ROOT / "kernels" / "jaxkv_kernels" / "formats" / "README.md"
+ACCURACY = ROOT / "notebooks" / "accuracy" / "entry_formats.json"
+
+
+def accuracy_table() -> str:
+    """A Markdown table of what `notebooks/accuracy/entry_formats.py` measured."""
+    lines = [
+        "| entries | format | bits per value | error, median | largest | tokens that differ |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in json.loads(ACCURACY.read_text())["rows"]:
+        lines.append(
+            f"| {row['entries']} | `{row['format']}` | {row['bits_per_value']:.2f} | {row['error_median']:.1e} | "
+            f"{row['error_largest']:.1e} | {row['different']:,} of {row['tokens']:,} |"
+        )
+    return "\n".join(lines)
+
+
+TABLES = {"matrix": support_matrix, "formats": format_table, "accuracy": accuracy_table}
+
+
+def main() -> None:
+    """Rewrites the tables in the files named on the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("readmes", type=Path, nargs="*", default=READMES)
+    for readme in parser.parse_args().readmes:
+        text = readme.read_text()
+        for name, table in TABLES.items():
+            between = re.compile(rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)", re.DOTALL)
+            text = between.sub(lambda _, table=table: f"{table()}\n", text)
+        readme.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
