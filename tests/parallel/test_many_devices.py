@@ -338,6 +338,7 @@ def test_the_readme_runs():
     assert_close(scope["out"], right.astype(jnp.float32), magnitude=1)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("quick_lowering")
 def test_the_hopper_kernels_lower(monkeypatch):
     """Under `shard_map`, whose checks of what varies over the mesh they do not pass."""

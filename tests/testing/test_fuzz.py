@@ -372,6 +372,7 @@ def test_weights_of_experts_sum_to_1():
         np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-6)  # some roundings of float32
 
 
+@pytest.mark.ci
 def test_sparse_attention_is_batch_invariant_where_it_is_supported(monkeypatch):
     assume_available(monkeypatch, "mosaic_gpu")
     seeds = range(

@@ -12,7 +12,7 @@ from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedGQAConfig
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from support import kernels, suites
-from support.cases import each_value, slow
+from support.cases import each_value, further, slow
 from support.hopper import kernel_operands, on_hopper, read_early
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
@@ -185,7 +185,10 @@ CASES = [
 
 SMALL, LARGE = ((128, 128), 8, 8, 2, 16, {"window": 100}), ((256, 128), 2, 5, 1, 256, {"logit_cap": 30.0})
 LARGEST = ((256, 256), 2, 5, 1, 256, {})
-QUANTISED = [("fp8", SMALL), ("fp8", LARGE), ("int8", SMALL), ("int8", LARGE), ("nvfp4", SMALL), ("nvfp4", LARGEST)]
+QUANTISED = [
+    *(("fp8", SMALL), further("fp8", LARGE), further("int8", SMALL), ("int8", LARGE)),
+    *(("nvfp4", SMALL), further("nvfp4", LARGEST)),
+]
 """The same by format."""
 
 

@@ -11,7 +11,7 @@ from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from support import kernels, suites
-from support.cases import each_value, slow
+from support.cases import each_value, further, slow
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
@@ -256,7 +256,7 @@ class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
 class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     """Numerics, barriers and races of a few cases, each of which takes the interpreter many seconds."""
 
-    @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
+    @pytest.mark.parametrize("form", ["bf16", further("fp8"), "fp8_ds_mla"])
     def test_two_row_tiles_sinks_counts_and_splits(self, form):
         heads = 72
         sinks = np.random.default_rng(0).normal(0, 3, heads).astype(np.float32)
