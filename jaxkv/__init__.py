@@ -26,6 +26,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
+`jaxkv.blocks` allocates blocks inside `jit`, with sharing and copy on write: for beam search and best-of-n.
 `jaxkv.models` has language models built on these operations, and `jaxkv.serving` the engine that serves them.
 `jaxkv.offload` stores blocks in host memory and on disk.  `jaxkv.parallel` has recipes for several devices.
 """

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry
+from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, blocks
 
 SIZES = {"num_layers": 2, "num_blocks": 8, "block_size": 64}
 layout = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("bf16"))
@@ -150,3 +150,18 @@ jaxkv.convert_blocks(q[0], layout)
 jaxkv.explain("decode_mla", q, q_pe, cache, tables, lengths, layer=0, scale=0.1)
 # attribute: the name of an operation
 jaxkv.decode_mha(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1)
+
+
+# Allocation of blocks.
+
+allocator = blocks.BlockAllocator.create(8)
+# argument: the ids of blocks instead of the allocator
+blocks.free(lengths, lengths)
+# argument: an allocator without tables
+blocks.append(allocator, lengths)
+# missing: the most blocks of a request
+blocks.allocate(allocator, lengths)
+# missing: the block size
+blocks.BlockTables.create(num_sequences=2, max_blocks=4, num_blocks=8)
+# assigned: states do not change
+allocator.num_free = lengths[0]

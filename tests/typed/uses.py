@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, PackedLayout, StateEntry
+from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, PackedLayout, StateEntry, blocks
 
 latents = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("fp8"), order="LBNHC")
 cache = KVCache.zeros(latents)
@@ -73,3 +73,11 @@ shared = jaxkv.write_mla(shared, q[:, 0], q_pe[:, 0], lengths, layer=0)
 shared = jaxkv.write_indexer_k(shared.view(packed["keys"]), q_kv[:, 0], lengths, layer=0)
 assert_type(jaxkv.convert_blocks(jaxkv.read_blocks(shared, lengths), packed, packed), jax.Array)
 print(jaxkv.explain(jaxkv.decode_mla, q, q_pe, cache, tables, lengths, layer=0, scale=0.1).chosen)
+
+sequences = blocks.BlockTables.create(num_sequences=2, max_blocks=4, num_blocks=8, block_size=64)
+sequences, new = blocks.append(blocks.fork(sequences, lengths), np.ones(2, np.int32))
+assert_type(jaxkv.copy_blocks(kv_cache, new.src, new.dst), KVCache[KVEntry])
+assert_type(blocks.truncate(sequences, sequences.seq_lens - 1), blocks.BlockTables)
+allocated = blocks.allocate(sequences.allocator, lengths, max_count=4)
+assert_type(allocated, tuple[blocks.BlockAllocator, jax.Array, jax.Array])
+assert_type(blocks.free(blocks.share(allocated[0], allocated[1]), allocated[1]), blocks.BlockAllocator)
