@@ -12,7 +12,7 @@ from jaxkv import KVCache, models
 from jaxkv.serving import program
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.step_inputs import InputBatch
-from support.cases import slow
+from support.cases import further, slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 
