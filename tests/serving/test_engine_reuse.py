@@ -344,6 +344,14 @@ def test_a_block_that_another_shares_by_then_is_copied_when_there_is_room():
     assert served.pool.num_free == 3
 
 
+def test_who_must_copy_a_shared_block_waits_for_room():
+    served = engine(num_blocks=3)
+    requests = [served.submit(prompt(8), max_tokens=count) for count in (5, 1)]
+    for _ in served.run():
+        pass
+    assert [request.generated for request in requests] == [right(prompt(8), count) for count in (5, 1)]
+
+
 def test_an_interrupted_load_gives_its_blocks_back(monkeypatch):
     host = host_pool()
     serve(engine(offload=host), range(20))

@@ -1,0 +1,575 @@
+"""Faults that tests must notice.
+
+    python tests/mutants.py [--jobs N] [--only NAME] [--json FILE] [--baseline] [-- pytest arguments]
+
+Each of the mutants below changes one place of the library.  For each of them, the script runs tests on a copy of the
+library with that change, and prints which test failed.  A mutant with which all of its tests pass shows a gap in the
+tests, and the exit code is then 1.
+
+`--baseline` runs the same tests without a mutant.  They must pass, as a test that fails anyway notices nothing.
+
+`--only` may be repeated; it selects the mutants whose name or kind contains NAME.  What follows `--` is passed on to
+pytest.  All tests run on the CPU, so that results are the same on every machine.
+"""
+
+import argparse
+import json
+import os
+import queue
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+COPIED = ("jaxkv", "kernels", "tests", "pyproject.toml", "README.md")
+"""What the tests below need of the checkout."""
+LIMIT = 600
+"""Seconds after which a run counts as a hang."""
+
+_running: set[subprocess.Popen] = set()
+"""Runs of pytest, to be killed if the script is interrupted."""
+
+
+class Mutant(NamedTuple):
+    """One wrong place in the library."""
+
+    name: str
+    file: str
+    old: str
+    """A text that occurs exactly once in the file."""
+    new: str
+    tests: tuple[str, ...]
+    """Paths or node ids of tests, of which at least one must fail."""
+
+
+ADDRESSING = "kernels/jaxkv_kernels/addressing.py"
+PACKED = "jaxkv/layout/packed.py"
+ATTENTION, SOFTMAX = "kernels/jaxkv_kernels/xla/attention.py", "kernels/jaxkv_kernels/xla/softmax.py"
+PAGED = "kernels/jaxkv_kernels/xla/paged.py"
+SPARSE = "kernels/jaxkv_kernels/xla/sparse.py"
+MASKS = "kernels/jaxkv_kernels/mosaic_gpu/masks.py"
+SCHEDULER = "kernels/jaxkv_kernels/mosaic_gpu/tile_scheduler.py"
+COMBINE = "kernels/jaxkv_kernels/mosaic_gpu/combine.py"
+BITS, FP4 = "kernels/jaxkv_kernels/formats/bits.py", "kernels/jaxkv_kernels/formats/fp4.py"
+INT8, NVFP4 = "kernels/jaxkv_kernels/formats/int8.py", "kernels/jaxkv_kernels/formats/nvfp4.py"
+FORMAT = "kernels/jaxkv_kernels/formats/format.py"
+POOL, PREFIX = "jaxkv/serving/pool.py", "jaxkv/serving/prefix.py"
+TABLE, BLOCK_TABLES = "jaxkv/serving/table.py", "jaxkv/serving/block_tables.py"
+ENGINE, REQUEST = "jaxkv/serving/engine.py", "jaxkv/serving/request.py"
+SPECULATIVE, SAMPLING = "jaxkv/serving/speculative.py", "jaxkv/models/sampling.py"
+
+SLOTS, LARGE = ("tests/ops/test_slots.py",), ("tests/ops/test_large.py",)
+PACKED_TESTS = ("tests/layout", "tests/offload/test_offload.py")
+WRITES, BLOCKS = ("tests/ops/test_xla.py::TestWrites",), ("tests/ops/test_xla.py::TestBlocks",)
+MLA, KV = ("tests/ops/test_xla.py::TestDecodeMLA",), ("tests/ops/test_xla.py::TestDecodeKV",)
+SPARSE_MLA, EXTRA = ("tests/ops/test_xla.py::TestDecodeMLASparse",), ("tests/ops/test_xla.py::TestExtraSlots",)
+MERGE = ("tests/ops/test_xla.py::TestMerge",)
+PLAN = ("tests/kernels/mosaic_gpu/test_plan.py",)
+MOSAIC_MLA, MOSAIC_KV = ("tests/kernels/mosaic_gpu/test_decode_mla.py",), ("tests/kernels/mosaic_gpu/test_kv.py",)
+FORMATS = ("tests/kernels/test_formats.py",)
+SERVING = ("tests/serving/test_engine.py",)
+REUSE = ("tests/serving/test_engine_reuse.py",)
+STEPS = ("tests/serving/test_engine_steps.py",)
+TABLES = ("tests/serving/test_tables.py", "tests/serving/test_engine_tables.py")
+KEYS = ("tests/offload/test_offload.py",)
+SPECULATIVE_TESTS, SAMPLING_TESTS = ("tests/models/test_speculative.py",), ("tests/models/test_sampling.py",)
+
+MUTANTS = {
+    "addressing": (
+        Mutant(
+            "the position after the table has a slot",
+            ADDRESSING,
+            "(positions < table_tokens(block_tables, block_size))",
+            "(positions <= table_tokens(block_tables, block_size))",
+            SLOTS,
+        ),
+        Mutant(
+            "large block ids wrap around into slots",
+            ADDRESSING,
+            "inside &= (block >= 0) & (block < MAX_SLOTS // block_size)",
+            "inside &= block >= 0",
+            SLOTS,
+        ),
+        Mutant(
+            "rows and columns without a carry",
+            ADDRESSING,
+            "row + digit * rows + column // length, column % length",
+            "row + digit * rows, column % length",
+            LARGE,
+        ),
+        Mutant(
+            "entries may cross the rows of a view",
+            ADDRESSING,
+            "if row % stride or inside > stride or row // stride >= ROW_LIMIT:",
+            "if row % stride or row // stride >= ROW_LIMIT:",
+            ("tests/layout", *WRITES),
+        ),
+        Mutant(
+            "values that lie apart are read beside their keys",
+            ADDRESSING,
+            "pages.offset + part * pages.part_stride for part",
+            "pages.offset + part * pages.width for part",
+            WRITES,
+        ),
+        Mutant(
+            "the regions of a split page without the offset of the group",
+            ADDRESSING,
+            "offset=pages.offset + first.offset // itemsize",
+            "offset=first.offset // itemsize",
+            PACKED_TESTS,
+        ),
+        Mutant(
+            "blocks with a gap around them count as runs",
+            ADDRESSING,
+            "return end <= self.block_stride and self.block_stride * self.num_blocks == self.size",
+            "return end <= self.block_stride",
+            ("tests/layout", *BLOCKS),
+        ),
+        Mutant(
+            "groups of a packed block overlap",
+            PACKED,
+            "+= -(-layout.strides.block // unit) * unit",
+            "+= layout.strides.block // unit * unit",
+            PACKED_TESTS,
+        ),
+    ),
+    "masks": (
+        Mutant(
+            "a window without its first token",
+            PAGED,
+            "jnp.maximum(ends - window, 0)), ends",
+            "jnp.maximum(ends - window + 1, 0)), ends",
+            KV,
+        ),
+        Mutant(
+            "query tokens do not see themselves",
+            PAGED,
+            "return lengths[:, None] - (tokens - 1) + jnp",
+            "return lengths[:, None] - tokens + jnp",
+            MLA,
+        ),
+        Mutant(
+            "NaN in values that no query sees",
+            SOFTMAX,
+            "jnp.where(seen_at_all, k, 0), jnp.where(seen_at_all, v, 0)",
+            "jnp.where(seen_at_all, k, 0), v",
+            MLA,
+        ),
+        Mutant(
+            "infinite values are lost where another query does not see them",
+            SOFTMAX,
+            "jnp.where(seen[:, :, None, None] & ~finite, v, 0)",
+            "jnp.where(seen[:, :, None, None] & finite, v, 0)",
+            KV,
+        ),
+        Mutant(
+            "one slot more than the count",
+            SPARSE,
+            "< source.counts[..., None]",
+            "<= source.counts[..., None]",
+            SPARSE_MLA,
+        ),
+        Mutant(
+            "a window of one token more (Mosaic GPU)",
+            MASKS,
+            "jnp.where(token > own - window, scores, MASKED)",
+            "jnp.where(token >= own - window, scores, MASKED)",
+            MOSAIC_KV,
+        ),
+        Mutant(
+            "the value after the last token is not cleared (Mosaic GPU)",
+            MASKS,
+            "clear(length - first_token, jnp.int32(TILE))",
+            "clear(length - first_token + 1, jnp.int32(TILE))",
+            MOSAIC_MLA,
+        ),
+    ),
+    "planner": (
+        Mutant(
+            "the last full step has no causal mask",
+            SCHEDULER,
+            "_div(jnp.maximum(keys - (problem.tokens - 1), 0), problem.step)",
+            "_div(keys, problem.step)",
+            PLAN,
+        ),
+        Mutant(
+            "steps begin at the window of the last query token",
+            SCHEDULER,
+            "jnp.maximum(lengths - (self.tokens - 1) - self.window, 0)",
+            "jnp.maximum(lengths - self.window, 0)",
+            PLAN,
+        ),
+        Mutant(
+            "the block after the last one counts as known",
+            SCHEDULER,
+            "((block_tables < 0) | (block_tables >= num_blocks)) & seen",
+            "((block_tables < 0) | (block_tables > num_blocks)) & seen",
+            PLAN,
+        ),
+        Mutant(
+            "all splits of a request are stored in one place",
+            SCHEDULER,
+            'jnp.where(count > 1, look_up("first_split") + nth, -1)',
+            'jnp.where(count > 1, look_up("first_split"), -1)',
+            PLAN,
+        ),
+        Mutant(
+            "sums of splits are not scaled to a new maximum",
+            COMBINE,
+            "row_sum, acc = row_sum * factor, acc * over_columns(factor, width)",
+            "row_sum = row_sum * factor",
+            MOSAIC_MLA,
+        ),
+        Mutant(
+            "sums of chunks are not scaled to a new maximum",
+            SOFTMAX,
+            "row_sum * rescale + p.sum(axis=-1), acc * rescale[..., None] + pv",
+            "row_sum * rescale + p.sum(axis=-1), acc + pv",
+            MLA,
+        ),
+        Mutant(
+            "the log-sum-exp of two caches without their maximum",
+            SOFTMAX,
+            "jnp.where(empty, -jnp.inf, top + jnp.log(total))",
+            "jnp.where(empty, -jnp.inf, jnp.log(total))",
+            EXTRA,
+        ),
+        Mutant(
+            "a part without keys has the weight of its infinite log-sum-exp",
+            ATTENTION,
+            "jnp.where(call.lses < jnp.inf, call.lses.astype(jnp.float32), -jnp.inf)",
+            "call.lses.astype(jnp.float32)",
+            MERGE,
+        ),
+    ),
+    "formats": (
+        Mutant(
+            "float8 does not saturate",
+            BITS,
+            "return jnp.clip(x, -largest, largest).astype(dtype)",
+            "return x.astype(dtype)",
+            WRITES,
+        ),
+        Mutant(
+            "quotients are cut off instead of rounded",
+            BITS,
+            "quotient += (2 * remainder > d).astype(jnp.int32)",
+            "quotient += (remainder > d).astype(jnp.int32)",
+            FORMATS,
+        ),
+        Mutant(
+            "the first of two e2m1 values is in the high bits",
+            FP4,
+            "return code[..., 0] | code[..., 1] << 4",
+            "return code[..., 1] | code[..., 0] << 4",
+            FORMATS,
+        ),
+        Mutant(
+            "ties of e2m1 values go to the odd code",
+            FP4,
+            "magnitude >= midpoint * scale if n % 2 else",
+            "magnitude >= midpoint * scale if n % 2 == 0 else",
+            (*FORMATS, *WRITES),
+        ),
+        Mutant(
+            "the scales of small tiles become 0",
+            FP4,
+            "SMALLEST_E4M3, FP8_MAX)\n    if not round_up",
+            "0.0, FP8_MAX)\n    if not round_up",
+            (*FORMATS, *WRITES),
+        ),
+        Mutant(
+            "int8 values are cut off instead of rounded",
+            INT8,
+            "jnp.clip(jnp.round(quotient), -LARGEST, LARGEST)",
+            "jnp.clip(jnp.trunc(quotient), -LARGEST, LARGEST)",
+            FORMATS,
+        ),
+        Mutant(
+            "keys have the scales of values",
+            NVFP4,
+            "zip((k, v), (k_scale, v_scale), scales, strict=True)",
+            "zip((k, v), (v_scale, k_scale), scales, strict=True)",
+            ("tests/ops/test_xla.py::TestGathers",),
+        ),
+        Mutant(
+            "the second region of a split page begins too early",
+            FORMAT,
+            "offset += step * block_size",
+            "offset += step * (block_size - 1)",
+            FORMATS,
+        ),
+    ),
+    "engine": (
+        Mutant(
+            "a block is evicted that was used last",
+            POOL,
+            "block = next(iter(self._kept))",
+            "block = next(reversed(self._kept))",
+            REUSE,
+        ),
+        Mutant(
+            "the last token of a known prompt is not computed",
+            PREFIX,
+            "last = len(request.tokens) - 1\n",
+            "last = len(request.tokens)\n",
+            REUSE,
+        ),
+        Mutant(
+            "copies of shared blocks are not counted",
+            BLOCK_TABLES,
+            "return self.count(request, prefix, end) - kept + prefix.copied",
+            "return self.count(request, prefix, end) - kept",
+            REUSE,
+        ),
+        Mutant(
+            "the first token of a window has expired",
+            TABLE,
+            "max(tokens - self.window, 0)",
+            "max(tokens - self.window + 1, 0)",
+            TABLES,
+        ),
+        Mutant(
+            "a request of equal priority is preempted",
+            ENGINE,
+            "others = [other for other in self.running if other.priority >= request.priority]",
+            "others = [other for other in self.running if other.priority > request.priority]",
+            (*SERVING, *STEPS),
+        ),
+        Mutant(
+            "a request ends one token early",
+            REQUEST,
+            "elif len(self.tokens) == len(self.prompt) + self.max_tokens:",
+            "elif len(self.tokens) + 1 >= len(self.prompt) + self.max_tokens:",
+            SERVING,
+        ),
+        Mutant(
+            "keys do not cover the blocks before",
+            "jaxkv/offload/keys.py",
+            "hashlib.sha256(key + ids[end - block_size : end].tobytes())",
+            "hashlib.sha256(first + ids[end - block_size : end].tobytes())",
+            KEYS,
+        ),
+        Mutant(
+            "an accepted draft is not counted as cached",
+            SPECULATIVE,
+            "request.cached += accepted + 1",
+            "request.cached += accepted",
+            SPECULATIVE_TESTS,
+        ),
+        Mutant(
+            "the token that reaches top_p is left out",
+            SAMPLING,
+            "before = jnp.cumsum(p) - p\n",
+            "before = jnp.cumsum(p)\n",
+            SAMPLING_TESTS,
+        ),
+    ),
+}
+
+
+class Job(NamedTuple):
+    """Tests to run on a copy of the library, with a mutant or without."""
+
+    name: str
+    tests: tuple[str, ...]
+    mutant: Mutant | None
+
+
+def texts(mutant: Mutant) -> tuple[str, str]:
+    """The contents of the file without the mutant and with it; SystemExit unless the place is found exactly once."""
+    before = (ROOT / mutant.file).read_text()
+    if (count := before.count(mutant.old)) != 1:
+        sys.exit(f"mutant {mutant.name!r}: {mutant.file} has its text {count} times, expected once:\n{mutant.old}")
+    after = before.replace(mutant.old, mutant.new)
+    compile(after, mutant.file, "exec")
+    return before, after
+
+
+def place(mutant: Mutant) -> str:
+    """The file and the line of a mutant."""
+    before, _ = texts(mutant)
+    return f"{mutant.file}:{before[: before.index(mutant.old)].count(chr(10)) + 1}"
+
+
+def copied(folder: Path) -> Path:
+    """A copy of the library and of its tests."""
+    for name in COPIED:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy2(ROOT / name, folder / name)
+    return folder
+
+
+def environment(copy: Path) -> dict[str, str]:
+    """Python finds the copy first, even if jaxkv is installed."""
+    return {**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'kernels'}", "JAX_PLATFORMS": "cpu"}
+
+
+def check_imports(copy: Path) -> None:
+    """SystemExit unless Python imports the library from the copy."""
+    find = "from importlib.util import find_spec as f; print(f('jaxkv').origin, f('jaxkv_kernels').origin)"
+    command = [sys.executable, "-c", find]
+    found = subprocess.run(command, cwd=copy, env=environment(copy), capture_output=True, text=True, check=True).stdout
+    if not all(Path(origin).is_relative_to(copy) for origin in found.split()):
+        sys.exit(f"Python imports {found.strip()} instead of the copy in {copy}")
+
+
+def run(job: Job, copy: Path, options: Sequence[str]) -> dict[str, object]:
+    """Runs the tests of a job in a copy: the outcome, the test that failed, and the seconds.
+
+    A run that ends with 1 and without a failed test was ended by pytest-timeout.
+    """
+    start = time.monotonic()
+    if job.mutant is not None:
+        # Bytecode is known by the size and the time of its source: that of a mutant is not used after it is undone,
+        # as the time of the original file comes back with it.
+        (copy / job.mutant.file).write_text(texts(job.mutant)[1])
+    try:
+        code, output = pytest_in(copy, job.tests, options)
+    finally:
+        if job.mutant is not None:
+            shutil.copy2(ROOT / job.mutant.file, copy / job.mutant.file)
+    failed = re.search(r"^(?:FAILED|ERROR) (tests/.+?)(?: - |$)", output, re.MULTILINE)
+    outcome = {0: "passed", 1: "failed" if failed else "hang", None: "hang"}.get(code, "error")
+    return {
+        "name": job.name,
+        "place": place(job.mutant) if job.mutant else "",
+        "outcome": outcome,
+        "test": failed[1] if failed else "",
+        "seconds": round(time.monotonic() - start, 1),
+        "output": output[-4000:],
+    }
+
+
+def pytest_in(copy: Path, tests: Sequence[str], options: Sequence[str]) -> tuple[int | None, str]:
+    """The exit code of pytest, None if it took longer than `LIMIT`, and what it printed."""
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-q", "-rfE", "-p", "no:cacheprovider"]
+    with tempfile.TemporaryFile("w+") as output:
+        process = subprocess.Popen(
+            [*command, *options, *tests],
+            cwd=copy,
+            env=environment(copy),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        _running.add(process)
+        try:
+            code = process.wait(LIMIT)
+        except subprocess.TimeoutExpired:
+            code = None
+            kill(process)
+        _running.remove(process)
+        output.seek(0)
+        return code, output.read()
+
+
+def kill(process: subprocess.Popen) -> None:
+    """Ends a run, and the processes that its tests have started."""
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def described(result: dict[str, object], baseline: bool) -> str:
+    """The outcome in words."""
+    if baseline:
+        return f"{result['outcome']} {result['test']}".strip()
+    words = {
+        "passed": "NOT NOTICED",
+        "failed": "noticed by",
+        "hang": "noticed: it hangs",
+        "error": "ERROR: no tests ran",
+    }
+    return f"{words[str(result['outcome'])]} {result['test']}".strip()
+
+
+def show(result: dict[str, object], baseline: bool) -> None:
+    """Prints a result, with what pytest printed if its tests did not do what they should."""
+    where = f"\n    {result['place']}" if result["place"] else ""
+    print(f"{result['name']}{where}\n    {described(result, baseline)}, {result['seconds']} s", flush=True)
+    if result["outcome"] == "error" or (baseline and result["outcome"] != "passed"):
+        print(result["output"], flush=True)
+
+
+def jobs_of(options: argparse.Namespace) -> list[Job]:
+    """The selected mutants, or the tests of these without them, each once."""
+    mutants = [
+        mutant
+        for kind, some in MUTANTS.items()
+        for mutant in some
+        if not options.only or any(name in f"{kind}: {mutant.name}" for name in options.only)
+    ]
+    if not options.baseline:
+        return [Job(mutant.name, mutant.tests, mutant) for mutant in mutants]
+    return [Job(path, (path,), None) for path in dict.fromkeys(path for mutant in mutants for path in mutant.tests)]
+
+
+def stop(number, frame):
+    """Ends the script once: a second signal must not interrupt the removal of the copies."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(1)
+
+
+def main() -> int:
+    """Runs the selected mutants; 1 if one of them is not noticed, or its tests cannot run."""
+    signal.signal(signal.SIGTERM, stop)
+    arguments = sys.argv[1:]
+    split = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=max((os.cpu_count() or 1) // 2, 1), help="copies that run at once")
+    parser.add_argument("--only", action="append", metavar="NAME", help="mutants whose name or kind contains NAME")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    parser.add_argument("--baseline", action="store_true", help="run the tests without mutants")
+    options, pytest_options = parser.parse_args(arguments[:split]), arguments[split + 1 :]
+    for some in MUTANTS.values():
+        for mutant in some:
+            texts(mutant)
+    jobs, results = jobs_of(options), []
+    if not jobs:
+        parser.error(f"no mutant has {options.only} in its name or kind")
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        copies: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for n in range(min(options.jobs, len(jobs))):
+            copies.put(copied(Path(folder).resolve() / str(n)))
+
+        def run_somewhere(job: Job) -> dict[str, object]:
+            copy = copies.get()
+            try:
+                return run(job, copy, pytest_options)
+            finally:
+                copies.put(copy)
+
+        first = copies.get()
+        check_imports(first)
+        copies.put(first)
+        with ThreadPoolExecutor(min(options.jobs, len(jobs))) as executor:
+            try:
+                for result in executor.map(run_somewhere, jobs):
+                    results.append(result)
+                    show(result, options.baseline)
+            except BaseException:
+                executor.shutdown(wait=False, cancel_futures=True)
+                for process in list(_running):
+                    kill(process)
+                raise
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    good = ("passed",) if options.baseline else ("failed", "hang")
+    bad = [result for result in results if result["outcome"] not in good]
+    print(f"{len(results) - len(bad)} of {len(results)} {'passed' if options.baseline else 'mutants noticed'}")
+    return bool(bad)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
