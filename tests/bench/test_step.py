@@ -15,8 +15,8 @@ import jaxkv.models
 from jaxkv.bench import random_models, step
 from jaxkv.bench.kernel_times import KernelTimes
 from jaxkv.cli import main
-from support.many_devices import on_several_devices
 from support.cases import further
+from support.many_devices import on_several_devices
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
 

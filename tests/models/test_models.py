@@ -56,6 +56,7 @@ SAME_LAYERS = ("deepseek_v3_sharded", "deepseek_v3_yarn", "kimi", "kimi_k25")
 """Families whose layers are those of `deepseek_v3` with other numbers, rotary embeddings or names of weights."""
 
 ALIKE = (
+    *("gpt_oss", "qwen3", "qwen3_next", "smollm3"),
     "axk1",
     "deepseek_v2",
     "deepseek_v2_lite",
@@ -66,7 +67,7 @@ ALIKE = (
     "moonlight",
     "youtu",
 )
-"""Families of latent attention, whose layers have parts that those of other families have, too."""
+"""Families whose prompts run in one piece by default, or whose layers have parts that those of other families have."""
 
 families = pytest.mark.parametrize("family", FAMILIES)
 WHOLE_PROMPTS = [

@@ -14,9 +14,9 @@ from jaxkv import models, serving
 from jaxkv.models.speculative import accept
 from models.checkpoints.mtp import FOLDER, LAYER, with_mtp
 from models.checkpoints.published import PUBLISHED
+from support.cases import further
 from support.compare import assert_close
 from support.recorded import recorded
-from support.cases import further
 
 BLOCK = 16
 

@@ -35,7 +35,9 @@ def error(found, right):
 QUICK, IN_CI = ("deepseek_v2_lite", "llama"), ("deepseek_v32",)
 
 
-@pytest.mark.parametrize("family", [name if name in QUICK else further(name) if name in IN_CI else slow(name) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else further(name) if name in IN_CI else slow(name) for name in FAMILIES]
+)
 def test_logits_with_quantised_entries(family):
     """How much a model amplifies errors of its entries, bf16 entries in the float32 model tell.
 

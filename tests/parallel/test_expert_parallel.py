@@ -10,10 +10,10 @@ import pytest
 
 from jaxkv import models, serving
 from models.checkpoints.mtp import with_mtp
+from support.cases import further
 from support.compare import assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 from support.recorded import FOLDER, recorded
-from support.cases import further
 
 pytestmark = on_several_devices
 

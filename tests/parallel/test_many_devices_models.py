@@ -15,10 +15,10 @@ from jaxkv.offload import HostPool
 from jaxkv.serving.program import run_layers
 from jaxkv.serving.step_inputs import InputBatch
 from support import toy_model
+from support.cases import further
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 from support.recorded import FOLDER, recorded
-from support.cases import further
 
 pytestmark = on_several_devices
 

@@ -9,8 +9,8 @@ import pytest
 from jaxkv.bench import parallel as command
 from jaxkv.bench.timing import Ceilings
 from jaxkv.cli import main
-from support.many_devices import on_several_devices
 from support.cases import further
+from support.many_devices import on_several_devices
 
 pytestmark = on_several_devices
 
