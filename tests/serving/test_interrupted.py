@@ -18,7 +18,7 @@ from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import DiskPool, HostPool
 from jaxkv.serving import Engine, SpeculativeEngine, program
 from support import toy_hybrid, toy_model
-from support.cases import further
+from support.cases import further, slow
 from support.recorded import FOLDER
 from support.toy_model import prompt
 
