@@ -20,8 +20,7 @@ knows no cache.  A step of beam search, with one sequence per beam:
 
 As elsewhere in jaxkv, -1 stands for no block and no slot.  Results are deterministic.  Whatever the arguments, a
 block is on the free list, once, if and only if it has no references: ids outside the allocator are skipped, and so is
-the removal of references that do not exist.  Under `jaxkv.checked`, both raise an error; there, `copy_blocks` also
-reports the -1 of sequences that need no copy.
+the removal of references that do not exist.  Under `jaxkv.checked`, both raise an error.
 """
 
 from dataclasses import dataclass, field, replace

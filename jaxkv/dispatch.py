@@ -34,11 +34,11 @@ class Backend:
     kernels: Callable[[], Kernels]
     """Imports its kernels."""
     unavailable_reasons: Callable[[], list[str]]
-    """The reasons why none of its kernels runs on this machine, found without importing them; empty if some do."""
+    """The reasons why none of its kernels runs on this machine; empty if some do.  It does not import the kernels."""
 
     def runs(self, call: Call[Any]) -> bool:
         """Whether it would run `call` on this machine."""
-        return not self.unavailable_reasons() and not self.kernels().reasons_against(call)
+        return not self.unavailable_reasons() and not self.kernels().reasons(call)
 
 
 @cache
@@ -100,7 +100,7 @@ def choose(call: Call[Any], implementation: str | Sequence[str] | None) -> Backe
             if implementation is None:
                 _warn_of_slower(call, backend)
             return backend
-    found = "; ".join(f"{each.name}: {', '.join(each.kernels().reasons_against(call))}" for each in requested)
+    found = "; ".join(f"{each.name}: {', '.join(each.kernels().reasons(call))}" for each in requested)
     raise NotImplementedError(f"{call.operation}: none of the requested implementations supports this call ({found})")
 
 
@@ -125,7 +125,7 @@ def clock() -> Kernels | None:
     for backend in BACKENDS:
         if not backend.unavailable_reasons():
             support = backend.kernels().support("stamp")
-            if support is not None and not support.unavailable():
+            if support is not None and not support.unavailable_reasons():
                 return backend.kernels()
     return None
 
@@ -166,12 +166,12 @@ def _requested(implementation: str | Sequence[str] | None) -> list[Backend]:
 
 
 def _warn_of_slower(call: Call[Any], chosen: Backend) -> None:
-    """Logs why the fastest implementation does not run the call, if this machine has its kernel."""
+    """Logs why the fastest implementation does not run the call, if it has a kernel that runs on this machine."""
     fastest = BACKENDS[0]
     if chosen is fastest or jax.default_backend() != "gpu" or fastest.unavailable_reasons():
         return
     support = fastest.kernels().support(call.operation)
-    if support is None or support.unavailable():
+    if support is None or support.unavailable_reasons():
         return
     for reason in fastest.kernels().unsupported_reasons(call):
         _warn_once(call.operation, chosen.name, fastest.name, reason)
@@ -188,7 +188,7 @@ def _log_once(operation: str, name: str) -> None:
 
 
 class Captured(BaseException):
-    """Leaves an operation at the point where it would choose an implementation."""
+    """Raised by `choose` under `captured`, instead of choosing: it carries the call out of the operation."""
 
     def __init__(self, call: Call[Any]):
         super().__init__(call)
@@ -199,9 +199,9 @@ _captures: ContextVar[bool] = ContextVar("captures", default=False)
 
 
 def captured(operation: Callable[..., Any], *args: Any, **kwargs: Any) -> Call[Any]:
-    """The call that `operation(*args, **kwargs)` would run, without running it; arrays may be `jax.ShapeDtypeStruct`s.
+    """The call that `operation(*args, **kwargs)` would run, for `explain` and other descriptions of calls.
 
-    `operation` must be a function that chooses an implementation.
+    Nothing runs, and arrays may be `jax.ShapeDtypeStruct`s.  TypeError if `operation` chooses no implementation.
     """
     token = _captures.set(True)
     try:

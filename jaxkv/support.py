@@ -48,7 +48,7 @@ def explain(operation: Callable[..., Any], *args, **kwargs) -> Explanation:
       ValueError: the arguments are wrong, as in the call.
     """
     call = call_of(operation, *args, **kwargs)
-    reasons = {backend.name: tuple(backend.kernels().reasons_against(call)) for backend in dispatch.BACKENDS}
+    reasons = {backend.name: tuple(backend.kernels().reasons(call)) for backend in dispatch.BACKENDS}
     return Explanation(call.operation, reasons)
 
 

@@ -166,7 +166,7 @@ def _implementations(*, verbose: bool) -> list[str]:
         supported, rejected = [], {}
         own = [(operation, sample) for operation, sample in samples if kernels[name].support(operation.name)]
         for operation, sample in own:
-            reasons = _guarded(partial(_reasons_against, operation, sample, name))
+            reasons = _guarded(partial(_reasons, operation, sample, name))
             call = f"{operation.name} {sample.format}".rstrip()
             supported += [] if reasons else [call]
             for reason in reasons:
@@ -186,5 +186,5 @@ def _implementations(*, verbose: bool) -> list[str]:
     return lines if verbose else [*lines, "--verbose lists the calls that an implementation rejects, and why"]
 
 
-def _reasons_against(operation: Operation, sample: Sample, name: str) -> list[str]:
+def _reasons(operation: Operation, sample: Sample, name: str) -> list[str]:
     return list(jaxkv.explain(operation.function, *sample.args, **sample.kwargs).reasons[name])

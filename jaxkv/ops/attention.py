@@ -1,6 +1,5 @@
 """Dense attention of new tokens to the cache."""
 
-from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import jax
@@ -25,7 +24,7 @@ from jaxkv.checks import (
 )
 from jaxkv.dispatch import Implementations
 from jaxkv.ops.operation import Operation
-from jaxkv.ops.plan import DecodePlan, Shape, check_plan, groups_of, run_planned
+from jaxkv.ops.plan import DecodePlan, groups_of, run_planned
 from jaxkv.ops.ragged_queries import Arrangement, arrange
 from jaxkv.ops.samples import PAGED, sample_options, sample_queries
 from jaxkv_kernels import calls
@@ -127,9 +126,10 @@ def decode_mla(
         value.  `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.
       cu_q_lens: int32 [B + 1], running sum from 0 of the query tokens of each request, whose numbers may differ: those
         of request b are q_latent[cu_q_lens[b] : cu_q_lens[b + 1]], its last tokens.  T may differ from the last sum:
-        rows past it belong to no request, and query tokens past the last row are left out.  A sum below an earlier one
-        counts as that one: the sums of unused requests at the end may repeat the last sum in use, or be 0 or negative
-        (`checked` reports sums that fall).  The tables and lengths of requests without query tokens may hold anything.
+        rows past it belong to no request, and query tokens past the last row are left out.  A sum that is less than an
+        earlier one is replaced by the earlier one.  For unused requests at the end, pass the last sum again, 0, or a
+        negative number (`checked` reports sums that fall).  The tables and lengths of requests without query tokens may
+        hold anything.
       return_lse: also return the log-sum-exp of the scores.
       plan: what `plan_decode` returned for the same tables, lengths, numbers of heads and query tokens, and query
         dtype; if None, the call makes its own plan.
@@ -152,16 +152,31 @@ def decode_mla(
     axes = query_axes("q_latent", q_latent, ragged=cu_q_lens is not None)
     q_latent = dims.check("q_latent", q_latent, f"{axes} R")
     q_pe = dims.check("q_pe", q_pe, f"{axes} P", (str(q_latent.dtype),))
-    batch = Batch.of(dims, cache, q_latent, block_tables, seq_lens, layer, window, causal, cu_q_lens, plan, sinks)
+    if sinks is not None:
+        dims.check("sinks", sinks, "Hq", ("float32",))
     call = calls.DecodeMLA(
-        q_latent=batch.arrangement.queries(q_latent),
-        q_pe=batch.arrangement.queries(q_pe),
+        q_latent=q_latent,
+        q_pe=q_pe,
+        **request_fields(dims, cache, block_tables, seq_lens, layer),
+        window=window_of(window, causal, dims["M"] * cache.layout.block_size),
         kv_scale=entry_scale("kv_scale", kv_scale, cache),
         scale=softmax_scale(scale),
         logit_cap=logit_cap_of(logit_cap),
-        **batch.fields(cache),
+        plan=None,
     )
-    return batch.result(run_planned(call, plan, implementation), q_latent, sinks, return_lse)
+    arrangement = arrange(
+        call,
+        dims,
+        q_len=dims["Q"] if axes == "B Q Hq" else None,
+        causal=causal,
+        cu_q_lens=cu_q_lens,
+        groups=groups_of(plan, None if cu_q_lens is None else dims["T"]),
+    )
+    _check_seen(cache, call, arrangement, cu_q_lens)
+    out, lse = run_planned(call, arrangement, plan, implementation)
+    if sinks is not None:
+        out = with_sinks(out, lse, sinks)
+    return (out, lse) if return_lse else out
 
 
 @overload
@@ -269,18 +284,31 @@ def decode_kv(
     q = converted(dims.check("q", q, f"{axes} D", KV_QUERIES), cache.layout.entry.input_dtype)
     if dims["Hq"] % heads:
         raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {heads} heads")
-    k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
-    v_scale = entry_scale("v_scale", v_scale, cache, heads=True)
-    batch = Batch.of(dims, cache, q, block_tables, seq_lens, layer, window, causal, cu_q_lens, plan, sinks)
+    if sinks is not None:
+        dims.check("sinks", sinks, "Hq", ("float32",))
     call = calls.DecodeKV(
-        q=batch.arrangement.queries(q),
-        k_scale=k_scale,
-        v_scale=v_scale,
+        q=q,
+        **request_fields(dims, cache, block_tables, seq_lens, layer),
+        window=window_of(window, causal, dims["M"] * cache.layout.block_size),
+        k_scale=entry_scale("k_scale", k_scale, cache, heads=True),
+        v_scale=entry_scale("v_scale", v_scale, cache, heads=True),
         scale=softmax_scale(scale),
         logit_cap=logit_cap_of(logit_cap),
-        **batch.fields(cache),
+        plan=None,
     )
-    return batch.result(run_planned(call, plan, implementation), q, sinks, return_lse)
+    arrangement = arrange(
+        call,
+        dims,
+        q_len=dims["Q"] if axes == "B Q Hq" else None,
+        causal=causal,
+        cu_q_lens=cu_q_lens,
+        groups=groups_of(plan, None if cu_q_lens is None else dims["T"]),
+    )
+    _check_seen(cache, call, arrangement, cu_q_lens)
+    out, lse = run_planned(call, arrangement, plan, implementation)
+    if sinks is not None:
+        out = with_sinks(out, lse, sinks)
+    return (out, lse) if return_lse else out
 
 
 def converted(q: Any, dtype: DTypeLike) -> jax.Array:
@@ -306,65 +334,29 @@ def query_axes(name: str, q: Any, *, ragged: bool = False) -> str:
     return "B Hq" if rank == 3 else "B Q Hq"
 
 
-@dataclass(frozen=True)
-class Batch:
-    """The requests of a decode: what `decode_mla` and `decode_kv` have in common, checked."""
+def request_fields(dims: Dims, cache: KVCache, block_tables, seq_lens, layer) -> dict[str, Any]:
+    """The fields of a call on the blocks of requests in one layer of a cache, checked.  Sets the axes B and M."""
+    dims.check_ints("block_tables", block_tables, "B M")
+    dims.check_ints("seq_lens", seq_lens, "B")
+    return {
+        "buffer": cache.buffer,
+        "pages": cache.layout.pages,
+        "entry": cache.layout.entry,
+        "block_tables": int32(block_tables),
+        "seq_lens": int32(seq_lens),
+        "layer": layer_index(layer, cache),
+    }
 
-    arrangement: Arrangement
-    block_tables: jax.Array
-    """Of the kernel's requests, as the lengths."""
-    seq_lens: jax.Array
-    layer: jax.Array
-    window: int | None
 
-    @classmethod
-    def of(
-        cls, dims: Dims, cache: KVCache, q, block_tables, seq_lens, layer, window, causal, cu_q_lens, plan, sinks
-    ) -> "Batch":
-        """Checks the arguments.  `dims` has the axes of the queries `q`, which are checked already."""
-        dims.check_ints("block_tables", block_tables, "B M")
-        dims.check_ints("seq_lens", seq_lens, "B")
-        if sinks is not None:
-            dims.check("sinks", sinks, "Hq", ("float32",))
-        block_tables, seq_lens = int32(block_tables), int32(seq_lens)
-        layer, pages, entry = layer_index(layer, cache), cache.layout.pages, cache.layout.entry
-        window = window_of(window, causal, dims["M"] * pages.block_size)
-        q_len = dims["Q"] if len(q.shape) == 4 else 1
-        groups = groups_of(plan, None if cu_q_lens is None else dims["T"])
-        arrangement = arrange(
-            dims, pages.num_heads, q_len=q_len, window=window, causal=causal, cu_q_lens=cu_q_lens, groups=groups
-        )
-        if data_checks.checking():
-            tokens = jnp.full_like(seq_lens, q_len) if cu_q_lens is None else jnp.diff(int32(cu_q_lens))
-            seen = jnp.where(tokens > 0, seq_lens, 0)
-            first = jnp.zeros_like(seen) if window is None else seen - (tokens - 1) - window
-            check_entries(cache, block_tables, first, seen, layer)
-        tables, lengths = arrangement.requests(block_tables, seq_lens, pages.block_size)
-        heads, q_len = arrangement.kernel_heads(dims["Hq"]), arrangement.kernel_q_len
-        check_plan(plan, Shape.of(tables, pages, entry, heads, q_len, window, q.dtype), seq_lens)
-        return cls(arrangement, tables, lengths, layer, window)
-
-    def fields(self, cache: KVCache) -> dict[str, Any]:
-        """The fields of a `DecodeCall` that say what it attends to."""
-        return {
-            "buffer": cache.buffer,
-            "pages": cache.layout.pages,
-            "entry": cache.layout.entry,
-            "block_tables": self.block_tables,
-            "seq_lens": self.seq_lens,
-            "layer": self.layer,
-            "window": self.window,
-            "plan": None,
-        }
-
-    def result(self, found, q, sinks, return_lse: bool) -> jax.Array | tuple[jax.Array, jax.Array]:
-        """The kernel's results in the order of the queries `q`, and with `sinks`."""
-        out, lse = (self.arrangement.results(x, empty) for x, empty in zip(found, (0.0, -jnp.inf), strict=True))
-        if self.arrangement.groups is None and len(q.shape) == 3:
-            out, lse = out[:, 0], lse[:, 0]
-        if sinks is not None:
-            out = with_sinks(out, lse, sinks)
-        return (out, lse) if return_lse else out
+def _check_seen(cache: KVCache, call: calls.DecodeCall[Any], arrangement: Arrangement, cu_q_lens) -> None:
+    """In checked mode, checks the tokens that some query token sees by `check_entries`."""
+    if not data_checks.checking():
+        return
+    seq_lens = call.seq_lens
+    tokens = jnp.full_like(seq_lens, arrangement.q_len or 1) if cu_q_lens is None else jnp.diff(int32(cu_q_lens))
+    seen = jnp.where(tokens > 0, seq_lens, 0)
+    first = jnp.zeros_like(seen) if call.window is None else seen - (tokens - 1) - call.window
+    check_entries(cache, call.block_tables, first, seen, call.layer)
 
 
 def check_entries(cache: KVCache, block_tables, first, seq_lens, layer) -> None:

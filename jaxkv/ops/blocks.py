@@ -36,7 +36,8 @@ def copy_blocks[E: Entry](
     Args:
       cache: any cache.
       src: int32 [n], blocks to read.  All are read before any is written.
-      dst: int32 [n], blocks to overwrite.  A pair with an id outside the cache is skipped.
+      dst: int32 [n], blocks to overwrite.  A pair with an id outside the cache is skipped.  A negative `dst` states
+        that there is nothing to copy; `jaxkv.checked` reports all other ids outside the cache.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -51,8 +52,8 @@ def copy_blocks[E: Entry](
     dims.check_ints("dst", dst, "n")
     src, dst = int32(src), int32(dst)
     if data_checks.checking():
-        data_checks.check_ids("src", src, pages)
-        data_checks.check_ids("dst", dst, pages)
+        data_checks.check_ids("src", src, pages, used=dst >= 0)
+        data_checks.check_ids("dst", dst, pages, used=dst >= 0)
         data_checks.check_written_once("dst", dst, "block")
     call = calls.CopyBlocks(buffer=cache.buffer, pages=pages, src=src, dst=dst)
     return KVCache(run(call, implementation), cache.layout)

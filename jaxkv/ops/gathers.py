@@ -43,9 +43,10 @@ def gather_mla(
     Args:
       cache: a cache of `MLAEntry`.
       block_tables: int32 [B, M], the blocks of each request in order.
-      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.  A sum below an earlier one counts as
-        that one, and its run is empty: the sums of unused requests at the end may repeat the last sum in use, or be 0
-        or negative (`checked` reports sums that fall).  The tables and `seq_starts` of empty runs may hold anything.
+      cu_seq_lens: int32 [B + 1], running sum of the lengths of the runs, from 0.  A sum that is less than an
+        earlier one is replaced by the earlier one, and its run is empty.  For unused requests at the end, pass the last
+        sum again, 0, or a negative number (`checked` reports sums that fall).  The tables and `seq_starts` of empty
+        runs may hold anything.
       layer: int, or traced int32 scalar.
       total: static number of rows of the result, below 2**31.  It may differ from the last sum: tokens past the first
         `total` are left out, and rows past the last run are 0.

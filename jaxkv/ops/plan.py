@@ -12,10 +12,9 @@ from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, check_cache, float_dtype, int32, positive_int, static_bool, window_of
 from jaxkv.dispatch import BACKENDS, Implementations, choose, run_kernel
 from jaxkv.ops.operation import Operation
-from jaxkv.ops.ragged_queries import Groups, arrange
+from jaxkv.ops.ragged_queries import Arrangement, Groups, arrange
 from jaxkv.ops.samples import HEADS, PAGED
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 
 
@@ -40,13 +39,21 @@ class Shape:
     """The dtype of the queries."""
 
     @classmethod
-    def of(
-        cls, block_tables, pages: Pages, entry: Entry, num_heads: int, q_len: int, window: int | None, dtype
-    ) -> "Shape":
-        """The sizes of a call on the cache of `pages` and `entry` with queries of `dtype`."""
-        requests, columns = block_tables.shape
-        counts = (requests, columns, pages.block_size, pages.num_blocks, num_heads, pages.num_heads)
-        return cls(*counts, q_len, window, entry, str(dtype))
+    def of(cls, call: calls.PlanDecode | calls.DecodeCall[Any]) -> "Shape":
+        """The shape of a call that is arranged for kernels."""
+        requests, columns = call.block_tables.shape
+        return cls(
+            requests=requests,
+            columns=columns,
+            block_size=call.pages.block_size,
+            num_blocks=call.pages.num_blocks,
+            num_heads=call.heads,
+            kv_heads=call.pages.num_heads,
+            q_len=call.q_len,
+            window=call.window,
+            entry=call.entry,
+            dtype=str(call.dtype),
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -130,29 +137,35 @@ def plan_decode(
     if cu_q_lens is not None and q_len != 1:
         raise ValueError(f"`q_len` is {q_len}: expected 1, because `cu_q_lens` has the numbers of query tokens")
     window = window_of(window, causal, dims["M"] * pages.block_size)
-    arrangement = arrange(dims, pages.num_heads, q_len=q_len, window=window, causal=causal, cu_q_lens=cu_q_lens)
-    tables, lengths = arrangement.requests(int32(block_tables), int32(seq_lens), pages.block_size)
     call = calls.PlanDecode(
         buffer=cache.buffer,
         pages=pages,
         entry=entry,
-        block_tables=tables,
-        seq_lens=lengths,
-        heads=arrangement.kernel_heads(num_heads),
-        q_len=arrangement.kernel_q_len,
+        block_tables=int32(block_tables),
+        seq_lens=int32(seq_lens),
+        heads=num_heads,
+        q_len=q_len,
         window=window,
         dtype=float_dtype("dtype", entry.input_dtype if dtype is None else dtype),
         batch_invariant=static_bool("batch_invariant", batch_invariant),
     )
+    lengths = call.seq_lens
+    arrangement = arrange(call, dims, q_len=q_len, causal=causal, cu_q_lens=cu_q_lens)
+    call = arrangement.applied(call)
     try:
         backend = choose(call, implementation)
     except NotImplementedError as error:
         if not batch_invariant:
             raise
         raise NotImplementedError(f"{error}; {_instead(call)}") from None
-    shape = Shape.of(tables, pages, entry, call.heads, call.q_len, window, call.dtype)
-    schedule = run_kernel(backend, call)
-    return DecodePlan(schedule, int32(seq_lens), arrangement.groups, shape, backend.name, call.batch_invariant)
+    return DecodePlan(
+        schedule=run_kernel(backend, call),
+        seq_lens=lengths,
+        groups=arrangement.groups,
+        shape=Shape.of(call),
+        implementation=backend.name,
+        batch_invariant=call.batch_invariant,
+    )
 
 
 def groups_of(plan: DecodePlan | None, total: int | None) -> Groups | None:
@@ -206,23 +219,31 @@ def _instead(call: calls.PlanDecode) -> str:
 
 
 def run_planned[E: Entry](
-    call: calls.DecodeCall[E], plan: DecodePlan | None, implementation: str | Sequence[str] | None
+    call: calls.DecodeCall[E],
+    arrangement: Arrangement,
+    plan: DecodePlan | None,
+    implementation: str | Sequence[str] | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Runs an attention call, with the schedule of `plan` if the implementation that runs the call also made the plan.
+    """The results (out, lse) of an attention call, whose queries are in the caller's order.
 
-    The schedule in `call` must be None.  ValueError if the plan is batch-invariant and the call would run on another
-    implementation.
+    The implementation that runs the call gets the schedule of `plan` if it made the plan.  Otherwise, it makes its own.
+
+    Raises:
+      ValueError: `plan` was made for calls of another shape, or it is batch-invariant and the call would run on another
+        implementation.
     """
+    arranged = arrangement.applied(call)
+    check_plan(plan, Shape.of(arranged), call.seq_lens)
     if plan is not None and plan.batch_invariant and implementation is None:
         implementation = plan.implementation
-    backend = choose(call, implementation)
+    backend = choose(arranged, implementation)
     if plan is not None and plan.implementation == backend.name:
-        call = replace(call, plan=plan.schedule)
+        arranged = replace(arranged, plan=plan.schedule)
     elif plan is not None and plan.batch_invariant:
         raise ValueError(
             f"`plan` is batch-invariant on {plan.implementation} only: `implementation={backend.name!r}` cannot use it"
         )
-    return run_kernel(backend, call)
+    return arrangement.results(*run_kernel(backend, arranged))
 
 
 def _sample(cache):

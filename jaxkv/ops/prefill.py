@@ -1,5 +1,6 @@
 """Attention of many new tokens to keys and values that are gathered from the cache first."""
 
+from dataclasses import replace
 from typing import Literal, overload
 
 import jax
@@ -15,20 +16,19 @@ from jaxkv.checks import (
     computed,
     entry_scale,
     int32,
-    layer_index,
     mla_dims,
     positive_int,
     running_sum,
     static_bool,
     static_scale,
+    window_of,
 )
 from jaxkv.dispatch import Implementations, run
-from jaxkv.ops.attention import check_entries, decode_mla
+from jaxkv.ops.attention import check_entries, decode_mla, request_fields
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.plan import DecodePlan
 from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing import table_tokens
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.scores import with_sinks
 
@@ -110,19 +110,22 @@ def prefill_mla(
     a prompt has the same entries whether it is prefilled at once or in chunks.
 
     The last Q tokens of each request are expanded and attended to at once.  Earlier tokens are expanded in chunks of
-    bounded memory, in a loop over the longest request; the parts are merged by their log-sum-exps.
+    bounded memory, in a loop over the longest request.  The results are merged by their log-sum-exps.
 
     With `cu_q_lens`, the batch is ragged: requests have different numbers of query tokens, and their rows follow one
-    another.  The cached tokens of all requests are then expanded in chunks of one sequence, so that the work depends on
-    how many there are, not on the longest request.  Requests that are decoding may come first: `decode_mla` computes
-    the rows of the first `num_decodes` requests, because expanding cached tokens does not pay for one query token.
+    another.  The earlier tokens of all requests then form one sequence, which is expanded in chunks.  The work depends
+    on the length of this sequence, not on the longest request.  Requests that are decoding may come first:
+    `decode_mla` computes the rows of the first `num_decodes` requests, because expanding cached tokens does not pay for
+    one query token.
 
     On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
-    multiples of 8.  Without `cu_q_lens`, jaxkv's kernel computes attention to earlier tokens if keys are 128 + 64 and
-    values 128.  As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may then
-    reach those that do not see it.  All other attention runs on XLA.  Tokens that no query token sees have no
-    influence.  Unlike in `decode_mla`, a token in a block outside the cache is not
-    masked, but has an entry of zeros, and so have all tokens if a traced layer is outside the cache.
+    multiples of 8.  Without `cu_q_lens`, jaxkv's kernel computes attention to earlier tokens if keys have 128 + 64
+    values and values 128.  All other attention runs on XLA.
+
+    As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may reach those that do
+    not see it, unless all attention runs on XLA.  Tokens that no query token sees have no influence.  Unlike in
+    `decode_mla`, a token in a block outside the cache is not masked, but has an entry of zeros, and so have all tokens
+    if a traced layer is outside the cache.
 
     Args:
       q_nope: float [B, Q, H, N], queries without their rotary part; [T, H, N] with `cu_q_lens`.
@@ -158,69 +161,73 @@ def prefill_mla(
         `num_decodes` or `plan` is passed without `cu_q_lens`, or `plan` was made for another shape or dtype.
     """
     return_lse = static_bool("return_lse", return_lse)
-    entry = check_cache(cache, MLAEntry)
+    check_cache(cache, MLAEntry)
     dims, dtype = mla_dims(cache), (str(getattr(q_nope, "dtype", None)),)
     rows = "B Q" if cu_q_lens is None else "T"
     q_nope = dims.check("q_nope", q_nope, f"{rows} H N")
     q_pe = dims.check("q_pe", q_pe, f"{rows} H P", dtype)
     w_uk = dims.check("w_uk", w_uk, "H N R", dtype)
     w_uv = dims.check("w_uv", w_uv, "H V R", dtype)
-    dims.check_ints("block_tables", block_tables, "B M")
-    dims.check_ints("seq_lens", seq_lens, "B")
-    scale = static_scale(scale)
-    chunk_bytes = positive_int("expanded_bytes", expanded_bytes, below=None)
-    block_tables, seq_lens, layer = int32(block_tables), int32(seq_lens), layer_index(layer, cache)
-    kv_scale = entry_scale("kv_scale", kv_scale, cache)
+    requests = request_fields(dims, cache, block_tables, seq_lens, layer)
     if cu_q_lens is not None:
         if not dims["T"]:
             raise ValueError(f"`q_nope` has shape {tuple(q_nope.shape)}: expected [T, H, N] with T at least 1")
         dims.check_running_sum("cu_q_lens", cu_q_lens)
     _check_decodes(num_decodes, plan, cu_q_lens, dims)
-    if data_checks.checking():
-        seen = seq_lens if cu_q_lens is None else jnp.where(jnp.diff(int32(cu_q_lens)) > 0, seq_lens, 0)
-        check_entries(cache, block_tables, jnp.zeros_like(seen), seen, layer)
-        if cu_q_lens is not None:
-            _check_rows(int32(cu_q_lens), len(q_nope), num_decodes)
-    sums = None if cu_q_lens is None else _from(num_decodes, running_sum(cu_q_lens))
-    if num_decodes:
-        sums = computed(lambda sums: sums - num_decodes, sums)
     call = calls.PrefillMLA(
-        q_nope=_from(num_decodes, q_nope),
-        q_pe=_from(num_decodes, q_pe),
+        q_nope=q_nope,
+        q_pe=q_pe,
         w_uk=w_uk,
         w_uv=w_uv,
-        buffer=cache.buffer,
-        pages=cache.layout.pages,
-        entry=entry,
-        layer=layer,
-        block_tables=_from(num_decodes, block_tables),
-        seq_lens=_from(num_decodes, seq_lens),
-        scale=scale,
-        kv_scale=kv_scale,
-        cu_q_lens=sums,
-        chunk_bytes=chunk_bytes,
+        **requests,
+        scale=static_scale(scale),
+        kv_scale=entry_scale("kv_scale", kv_scale, cache),
+        cu_q_lens=None if cu_q_lens is None else running_sum(cu_q_lens),
+        chunk_bytes=positive_int("expanded_bytes", expanded_bytes, below=None),
     )
-    parts = []
+    if data_checks.checking():
+        seen = call.seq_lens
+        if cu_q_lens is not None:
+            seen = jnp.where(jnp.diff(int32(cu_q_lens)) > 0, seen, 0)
+            _check_rows(int32(cu_q_lens), len(q_nope), num_decodes)
+        check_entries(cache, call.block_tables, jnp.zeros_like(seen), seen, call.layer)
+    if not num_decodes:
+        out, lse = run(call, implementation)
+        return (out, lse) if return_lse else out
+    results = []
     if num_decodes < len(q_nope):
-        parts.append(run(call, implementation))
-    if num_decodes:
-        # As for kernels: the user's program may have stricter rules than JAX's default ones.
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            precision = lax.Precision.HIGHEST if q_nope.dtype == jnp.float32 else None
-            q_latent = jnp.einsum("bhn,hnr->bhr", q_nope[:num_decodes], w_uk, precision=precision)
-            out, lse = decode_mla(
-                q_latent, q_pe[:num_decodes], cache, block_tables[:num_decodes], seq_lens[:num_decodes], layer=layer,
-                scale=scale, kv_scale=kv_scale, plan=plan, return_lse=True, implementation=implementation,
-            )  # fmt: skip
-            out = out[..., : w_uv.shape[-1]]  # formats of DeepSeek V4 also sum rotary parts
-            parts.insert(0, (jnp.einsum("bhr,hvr->bhv", out, w_uv, precision=precision), lse))
-    out, lse = parts[0] if len(parts) == 1 else (jnp.concatenate(x) for x in zip(*parts, strict=True))
+        results.append(run(_without_decodes(call, num_decodes), implementation))
+    results.insert(0, _decodes(call, num_decodes, cache, plan, implementation))
+    out, lse = results[0] if len(results) == 1 else (jnp.concatenate(x) for x in zip(*results, strict=True))
     return (out, lse) if return_lse else out
 
 
-def _from(first: int, x):
-    """x[first:]."""
-    return computed(lambda x: x[first:], x) if first else x
+def _without_decodes(call: calls.PrefillMLA, num_decodes: int) -> calls.PrefillMLA:
+    """The ragged call without its first `num_decodes` requests, which have one row each."""
+
+    def rest(sums, *arrays):
+        return sums[num_decodes:] - num_decodes, *(x[num_decodes:] for x in arrays)
+
+    arrays = call.q_nope, call.q_pe, call.block_tables, call.seq_lens
+    sums, q_nope, q_pe, block_tables, seq_lens = computed(rest, call.cu_q_lens, *arrays)
+    return replace(call, q_nope=q_nope, q_pe=q_pe, block_tables=block_tables, seq_lens=seq_lens, cu_q_lens=sums)
+
+
+def _decodes(
+    call: calls.PrefillMLA, num_decodes: int, cache: KVCache[MLAEntry], plan, implementation
+) -> tuple[jax.Array, jax.Array]:
+    """The rows of the first `num_decodes` requests, by `decode_mla`: out [num_decodes, H, V] and lse."""
+    first = slice(num_decodes)
+    # As for kernels: the user's program may have stricter rules than JAX's default ones.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        precision = lax.Precision.HIGHEST if call.dtype == jnp.float32 else None
+        q_latent = jnp.einsum("bhn,hnr->bhr", call.q_nope[first], call.w_uk, precision=precision)
+        out, lse = decode_mla(
+            q_latent, call.q_pe[first], cache, call.block_tables[first], call.seq_lens[first], layer=call.layer,
+            scale=call.scale, kv_scale=call.kv_scale, plan=plan, return_lse=True, implementation=implementation,
+        )  # fmt: skip
+        out = out[..., : call.w_uv.shape[-1]]  # formats of DeepSeek V4 also sum rotary parts
+        return jnp.einsum("bhr,hvr->bhv", out, call.w_uv, precision=precision), lse
 
 
 @overload
@@ -275,21 +282,24 @@ def prefill_kv(
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Grouped-query or multi-head attention of many new tokens per request, to keys and values that are gathered first.
 
-    Up to rounding, the result is that of `decode_kv`, which reads the cache for each few query tokens again.  As there,
-    the entries of the new tokens must already be in the cache, and the mask is causal and aligned to the end: query
-    token t of Q sees the first `seq_len - Q + 1 + t` tokens.  New tokens are read back from the cache, like all others.
+    Up to rounding, the result is that of `decode_kv`, which reads the cache again for every few query tokens.  As
+    there, the entries of the new tokens must already be in the cache, and the mask is causal and aligned to the end:
+    query token t of Q sees the first `seq_len - Q + 1 + t` tokens.  New tokens are read back from the cache, like all
+    others.
 
     The last Q tokens of each request are gathered and attended to at once.  Earlier tokens are gathered in chunks of
-    bounded memory, in a loop over the longest request, or its window; the parts are merged by their log-sum-exps.
+    bounded memory, in a loop over the longest request, or its window.  The results are merged by their log-sum-exps.
 
     Which of the two is faster depends on the number of new tokens.  On an H200, with 32 query heads and 8 KV heads of
     128 bfloat16 values, 4,096 new tokens take 0.5 ms instead of 1.1; 256 take longer than by `decode_kv`, and so do
     1,024 with a window of 1,024 and earlier tokens.
 
     On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
-    multiples of 8, except to earlier tokens within a window.  As in `decode_kv` on GPUs, inf or NaN in a token that
-    some query tokens of the request see may then reach those that do not see it.  All other calls, and those with
-    `implementation="xla"`, run on XLA.  Unlike in `decode_kv`, a token in a block outside the cache is not masked, but
+    multiples of 8.  With a window, it attends to the new tokens only.  All other attention runs on XLA, and so does
+    every call with `implementation="xla"`.
+
+    As in `decode_kv` on GPUs, inf or NaN in a token that some query tokens of the request see may reach those that do
+    not see it, if cuDNN attends to it.  Unlike in `decode_kv`, a token in a block outside the cache is not masked, but
     has an entry of zeros, and so have all tokens if a traced layer is outside the cache.
 
     Args:
@@ -325,34 +335,21 @@ def prefill_kv(
         raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {layout.num_heads} heads")
     if sinks is not None:
         dims.check("sinks", sinks, "Hq", ("float32",))
-    dims.check_ints("block_tables", block_tables, "B M")
-    dims.check_ints("seq_lens", seq_lens, "B")
-    scale = static_scale(scale)
-    chunk_bytes = positive_int("gathered_bytes", gathered_bytes, below=None)
-    if window is not None:
-        window = positive_int("window", window, below=None)
-    block_tables, seq_lens, layer = int32(block_tables), int32(seq_lens), layer_index(layer, cache)
-    if window is not None and window >= table_tokens(block_tables, layout.block_size):
-        window = None
-    k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
-    v_scale = entry_scale("v_scale", v_scale, cache, heads=True)
-    if data_checks.checking():
-        seen = 0 if window is None else seq_lens - q.shape[1] - window + 1
-        check_entries(cache, block_tables, jnp.maximum(seen, jnp.zeros_like(seq_lens)), seq_lens, layer)
+    requests = request_fields(dims, cache, block_tables, seq_lens, layer)
+    window = window_of(window, True, dims["M"] * layout.block_size)
     call = calls.PrefillKV(
         q=q,
-        buffer=cache.buffer,
-        pages=layout.pages,
-        entry=entry,
-        layer=layer,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
-        scale=scale,
-        k_scale=k_scale,
-        v_scale=v_scale,
+        **requests,
+        scale=static_scale(scale),
+        k_scale=entry_scale("k_scale", k_scale, cache, heads=True),
+        v_scale=entry_scale("v_scale", v_scale, cache, heads=True),
         window=window,
-        chunk_bytes=chunk_bytes,
+        chunk_bytes=positive_int("gathered_bytes", gathered_bytes, below=None),
     )
+    if data_checks.checking():
+        first = 0 if window is None else call.seq_lens - q.shape[1] - window + 1
+        first = jnp.maximum(first, jnp.zeros_like(call.seq_lens))
+        check_entries(cache, call.block_tables, first, call.seq_lens, call.layer)
     out, lse = run(call, implementation)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)

@@ -64,8 +64,8 @@ def mla_ragged_paged_attention(
       cache_kv: a cache of `MLAEntry`.
       kv_lens: int32 [S], tokens of each sequence, the new ones included.
       page_indices: int32 [S * M], the blocks of each sequence in order, M for each.
-      cu_q_lens: int32 [S + 1], running sum from 0 of the new tokens of each sequence.  A sum below an earlier one
-        counts as that one.
+      cu_q_lens: int32 [S + 1], running sum from 0 of the new tokens of each sequence.  A sum that is less than
+        an earlier one is replaced by the earlier one.
       distribution: int32 [3], (decode, decode or chunked prefill, all): its last number is that of the sequences.
         Sequences from there on are ignored: their `kv_lens`, `page_indices` and `cu_q_lens` may hold anything.  The
         other two numbers, which divide the work of TPU kernels, have no effect.
@@ -143,8 +143,8 @@ def ragged_paged_attention(
       kv_cache: a cache of `KVEntry`.
       kv_lens: int32 [S], tokens of each sequence, the new ones included.
       page_indices: int32 [S * M], the blocks of each sequence in order, M for each.
-      cu_q_lens: int32 [S + 1], running sum from 0 of the new tokens of each sequence.  A sum below an earlier one
-        counts as that one.
+      cu_q_lens: int32 [S + 1], running sum from 0 of the new tokens of each sequence.  A sum that is less than
+        an earlier one is replaced by the earlier one.
       distribution: int32 [3], as in `mla_ragged_paged_attention`: its last number is that of the sequences.  Those from
         there on are ignored: their `kv_lens`, `page_indices` and `cu_q_lens` may hold anything.
       attention_sink: float32 [Hq], one logit per head that is added to the softmax's denominator, as it is.

@@ -11,16 +11,18 @@ A group has as many rows (query tokens x heads that share keys) as a kernel's ti
 queries itself would therefore read the keys as often.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
 from jaxkv import data_checks
 from jaxkv.checks import Dims, computed, int32, running_sum, static_bool
 from jaxkv_kernels.addressing import lengths_in_table
+from jaxkv_kernels.calls import DecodeCall, PlanDecode
 
 TILE_ROWS = 64
 """Rows of a tile of queries in GPU kernels."""
@@ -97,23 +99,34 @@ def _first_above(ascending, values):
 
 
 def arrange(
-    dims: Dims, kv_heads: int, *, q_len: int, window: int | None, causal, cu_q_lens=None, groups: Groups | None = None
+    call: DecodeCall[Any] | PlanDecode,
+    dims: Dims,
+    *,
+    q_len: int | None,
+    causal: bool,
+    cu_q_lens: ArrayLike | None,
+    groups: Groups | None = None,
 ) -> "Arrangement":
     """Checks how the queries of a call are to be arranged, and returns the arrangement.
 
-    `dims` has the axes B and Hq, and T if the queries are ragged.  `window` is that of the kernel.  `groups` are those
-    of a plan.
+    Args:
+      call: a call whose queries, tables and lengths are those that the caller passed.
+      dims: has the axes B and Hq, and T if the queries are ragged.
+      q_len: query tokens per request; None if queries have no such axis.
+      causal: as in `decode_mla`.
+      cu_q_lens: as in `decode_mla`; if not None, the queries are ragged.
+      groups: those of a plan; None to divide the query tokens here.
 
     Raises:
       ValueError: `causal` is not a bool, or `cu_q_lens` has the wrong shape or dtype.
     """
-    causal = static_bool("causal", causal)
+    causal, kv_heads = static_bool("causal", causal), call.pages.num_heads
     if cu_q_lens is not None:
         dims.check_running_sum("cu_q_lens", cu_q_lens)
         if data_checks.checking():
             _check_rises(int32(cu_q_lens), dims["T"])
         if groups is None:
-            size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, window)
+            size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, call.window)
             groups = computed(partial(divide, total=dims["T"], size=size), running_sum(cu_q_lens))
     return Arrangement(q_len, kv_heads, causal, groups)
 
@@ -131,8 +144,8 @@ def _check_rises(cu_q_lens, total: int) -> None:
 class Arrangement:
     """The arrangement of the query tokens of one call."""
 
-    q_len: int
-    """Query tokens per request, if queries are not ragged."""
+    q_len: int | None
+    """Query tokens per request; None if queries have no such axis: [B, H, D], or ragged."""
     kv_heads: int
     """Heads of the cache.  The query heads that share one are adjacent."""
     causal: bool
@@ -140,19 +153,21 @@ class Arrangement:
     """None if queries are not ragged."""
 
     @property
-    def kernel_q_len(self) -> int:
-        """Query tokens per request in the kernel's queries."""
-        return self._size if self.causal else 1
-
-    def kernel_heads(self, heads: int) -> int:
-        """Query heads in the kernel's queries."""
-        return heads if self.causal else heads * self._size
-
-    @property
     def _size(self) -> int:
-        return self.q_len if self.groups is None else self.groups.size
+        """Query tokens of a request, or of a group."""
+        return self.groups.size if self.groups is not None else self.q_len or 1
 
-    def requests(self, block_tables, seq_lens, block_size: int) -> tuple[Any, Any]:
+    def applied[C: DecodeCall[Any] | PlanDecode](self, call: C) -> C:
+        """The call of `arrange` with the queries, tables and lengths of the kernel's requests."""
+        tables, lengths = self._requests(call.block_tables, call.seq_lens, call.pages.block_size)
+        call = replace(call, block_tables=tables, seq_lens=lengths)
+        if isinstance(call, DecodeCall):
+            return call.with_queries(*map(self._queries, call.queries))
+        if self.causal:
+            return replace(call, q_len=self._size)
+        return replace(call, q_len=1, heads=call.heads * self._size)
+
+    def _requests(self, block_tables, seq_lens, block_size: int) -> tuple[Any, Any]:
         """The block tables [G, M] and lengths [G] of the kernel's requests."""
         if self.groups is None:
             return block_tables, seq_lens
@@ -166,7 +181,7 @@ class Arrangement:
 
         return computed(of_groups, self.groups, block_tables, seq_lens)
 
-    def queries(self, q):
+    def _queries(self, q):
         """`q` [B, Q, H, D], [B, H, D] or (ragged) [T, H, D] as the kernel's queries."""
 
         def arranged(q, groups):
@@ -182,16 +197,20 @@ class Arrangement:
 
         return computed(arranged, q, self.groups)
 
-    def results(self, x, empty: float):
-        """Results [G, Q, H, ...] of the kernel as those of the call: [B, Q, H, ...], or [T, H, ...] if ragged.
+    def results(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """The kernel's out [G, Q, H, Dv] and lse [G, Q, H] in the order of the call's queries.
 
-        Query tokens of no request get the value `empty`.
+        Their leading axes are then those of the queries: [B, Q, H], [B, H] or (ragged) [T, H].  Query tokens of no
+        request get 0 and -inf.
         """
+        return self._ordered(out, 0.0), self._ordered(lse, -jnp.inf)
+
+    def _ordered(self, x, empty: float):
         if not self.causal:
             batch, _, rows, *rest = x.shape
             heads, size = rows // self._size, self._size
             x = x.reshape(batch, self.kv_heads, size, heads // self.kv_heads, *rest).swapaxes(1, 2)
             x = x.reshape(batch, size, heads, *rest)
         if self.groups is not None:
-            x = x.reshape(-1, *x.shape[2:]).at[self.groups.places].get(mode="fill", fill_value=empty)
-        return x
+            return x.reshape(-1, *x.shape[2:]).at[self.groups.places].get(mode="fill", fill_value=empty)
+        return x[:, 0] if self.q_len is None else x

@@ -51,9 +51,9 @@ def ragged_slots(
 
     Args:
       block_tables: int32 [B, M].
-      cu_seq_lens: int32 [B + 1], running sum of the lengths, from 0.  A sum below an earlier one counts as that one,
-        and its run is empty: the sums of unused requests at the end may repeat the last sum in use, or be 0 or
-        negative.  The tables and `seq_starts` of empty runs may hold anything.
+      cu_seq_lens: int32 [B + 1], running sum of the lengths, from 0.  A sum that is less than an earlier one is
+        replaced by the earlier one, and its run is empty.  For unused requests at the end, pass the last sum again, 0,
+        or a negative number.  The tables and `seq_starts` of empty runs may hold anything.
       total: static length of the result.  It may differ from the last sum: tokens past the first `total` are left out,
         and rows past the last run are -1.
       block_size: tokens per block.

@@ -10,11 +10,11 @@ from jaxkv.serving.request import Request
 
 
 def ends_engine[E: "EngineBase", **P, T](method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
-    """Decorates a method of an engine that an exception of any kind must not leave half-way: it ends the engine then.
+    """Decorates a method of an engine so that an exception of any kind in it ends the engine.
 
-    Such a method changes requests, blocks and the cache together.  An exception between these changes, and a
-    KeyboardInterrupt may come between any two of them, leaves them at different steps, so that to go on would give
-    wrong tokens.
+    Such a method changes requests, blocks and the cache together.  If an exception is raised between two of these
+    changes, which a KeyboardInterrupt can do anywhere, requests, blocks and the cache are at different steps.  An
+    engine that continued from there would generate wrong tokens.
     """
 
     @wraps(method)

@@ -114,8 +114,9 @@ class BlockTables:
     def fill(self, cache: KVCache, request: Request, start: int, end: int) -> None:
         """Registers the keys of the blocks that became full with the tokens [start, end), and stores them in tiers.
 
-        A prefix ends where a block ends of a table that keeps all blocks.  Of the other tables, tiers therefore get
-        only the blocks that are needed there.  Then blocks that no later token needs are released.
+        Prefixes that others can reuse end at the ends of blocks, of the tables that keep all blocks.  From the other
+        tables, tiers therefore store only the blocks that a request needs to continue after such a prefix.  At the end,
+        blocks that no later token of this request needs are released.
         """
         filled = [(table, index) for table in self.tables for index in table.filled(start, end)]
         if filled:
@@ -169,7 +170,11 @@ class BlockTables:
         return self.tiers.warm_up(self._copy(cache, _ids(NOWHERE), _ids(NOWHERE)))
 
     def _written(self, request: Request, table: TableKind, start: int, end: int) -> range:
-        """The blocks that a request needs of its own after `start` tokens: all of its tokens, unless they expire."""
+        """The indices of the blocks that a request must not share, from token `start` on.
+
+        In a table that keeps all blocks, these are the blocks of all its further tokens.  In a table with a window,
+        they are only those of the next step, which ends at token `end`.
+        """
         return table.written(start, request.length if table.window is None else end)
 
     def _expire(self, request: Request, table: TableKind, first: int) -> None:

@@ -174,7 +174,11 @@ class SpeculativeEngine(EngineBase):
         self.cache, *_ = self._verify(self.model, self.cache, self._verify_inputs([]))
 
     def _entries(self, prompt: int, max_tokens: int) -> int:
-        """Entries of a request: those of its tokens but the last, and of the drafts after the second to last."""
+        """The number of entries that a request needs at most.
+
+        Its last token needs none.  The last step starts at the second to last token, and writes 2 K - 1 entries after
+        it: those of K drafts, and of the K - 1 positions after them, which the MTP layer uses for the next drafts.
+        """
         return prompt + max_tokens + 2 * self.num_speculative_tokens - 2
 
     def _admit(self) -> None:

@@ -32,9 +32,10 @@ class TableKind:
         return range(first // self.block_size, self.up_to(tokens))
 
     def is_needed_after(self, every: int, block: int) -> bool:
-        """Whether a prefix ending at a multiple of `every` reads this block.
+        """Whether requests need this block to continue after a prefix whose length is a multiple of `every` tokens.
 
-        If a request has no further tokens, the last of the prefix is computed again, from what it needs before it.
+        If the prefix is the whole prompt, the request computes its last token again, and needs the blocks which that
+        token reads.
         """
         end = -(-(block + 1) * self.block_size // every) * every
         return block >= self.needed(end - 1).start

@@ -7,12 +7,13 @@ strides, entries and options are static, so that it can be an argument of a func
 Letters in shapes are those of the public operations: B requests, Q query tokens per request, T tokens, Hq query heads,
 H heads of the cache, M columns of a block table, R values of a latent, P of a rotary part, D of a key, Dv of a value.
 All integer arrays are int32.  Running sums never fall (`jaxkv.checks.running_sum`), but lengths, layers, slots and
-block ids may be out of range: kernels clamp or mask them.
+block ids may be out of range: kernels clamp lengths and mask the others, as "Blocks outside the cache" in
+`jaxkv/ops/README.md` states.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple, dataclass_transform
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,7 @@ STATIC = {"static": True}
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, eq_default=False, field_specifiers=(field,))
 def record[C](cls: type[C]) -> type[C]:
-    """A frozen dataclass with keyword arguments only that is a pytree."""
+    """Makes `cls` a frozen dataclass that is a pytree and is created by keyword arguments."""
     return jax.tree_util.register_dataclass(dataclass(frozen=True, eq=False, kw_only=True)(cls))
 
 
@@ -52,7 +53,7 @@ class Call[Result]:
 
 @record
 class BlocksCall[Result](Call[Result]):
-    """A call on a cache whose entries the kernel does not interpret."""
+    """A call on the buffer of a cache.  Its kernel interprets no entries, unless a subclass says which."""
 
     buffer: jax.Array
     """The whole buffer of the cache."""
@@ -131,7 +132,7 @@ class WriteIndexerK(CacheCall[jax.Array, IndexerEntry]):
 
 @record
 class GatherCall[Result, E: Entry](CacheCall[Result, E]):
-    """A call that reads runs of tokens, one run per request, one after the other."""
+    """Reads a run of tokens of each request.  The runs follow one another in the result."""
 
     block_tables: jax.Array
     """[B, M]."""
@@ -140,7 +141,7 @@ class GatherCall[Result, E: Entry](CacheCall[Result, E]):
     seq_starts: jax.Array | None
     """[B], the position of the first token of each run; None for 0."""
     total: int = field(metadata=STATIC)
-    """Rows of the result; 0 in those past the last run."""
+    """Rows of the result.  Rows past the last run are 0."""
 
 
 @record
@@ -220,8 +221,13 @@ class PlanDecode(BlocksCall[Any]):
 
 @record
 class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
-    """Causal attention of the last Q tokens of each request to the entries in its blocks; returns out and lse."""
+    """Causal attention of the last Q tokens of each request to the entries in its blocks; returns out and lse.
 
+    It has the attributes of `PlanDecode`, so that an implementation can make a plan for the call itself.
+    """
+
+    batch_invariant: ClassVar[bool] = False
+    """A plan that is made for the call itself is not batch-invariant."""
     block_tables: jax.Array
     """[B, M]."""
     seq_lens: jax.Array
@@ -232,6 +238,30 @@ class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
     """The schedule that the implementation's `plan_decode` returned for these lengths; None to make one."""
     logit_cap: float | None = field(metadata=STATIC)
     window: int | None = field(metadata=STATIC)
+
+    @property
+    def queries(self) -> tuple[jax.Array, ...]:
+        """The arrays of queries, [B, Q, Hq, ...] each."""
+        raise NotImplementedError
+
+    def with_queries(self, *queries: jax.Array) -> Self:
+        """The same call with other `queries`."""
+        raise NotImplementedError
+
+    @property
+    def q_len(self) -> int:
+        """Query tokens per request, Q."""
+        return self.queries[0].shape[1]
+
+    @property
+    def heads(self) -> int:
+        """Query heads, Hq."""
+        return self.queries[0].shape[2]
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The dtype of the queries."""
+        return self.queries[0].dtype
 
 
 @record
@@ -244,6 +274,14 @@ class DecodeMLA(DecodeCall[MLAEntry]):
     q_pe: jax.Array
     """[B, Q, Hq, P]."""
     kv_scale: jax.Array | None
+
+    @property
+    def queries(self) -> tuple[jax.Array, jax.Array]:
+        return self.q_latent, self.q_pe
+
+    def with_queries(self, *queries: jax.Array) -> Self:
+        q_latent, q_pe = queries
+        return replace(self, q_latent=q_latent, q_pe=q_pe)
 
     def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.decode_mla(self)
@@ -258,6 +296,14 @@ class DecodeKV(DecodeCall[KVEntry]):
     """[B, Q, Hq, D]."""
     k_scale: jax.Array | None
     v_scale: jax.Array | None
+
+    @property
+    def queries(self) -> tuple[jax.Array]:
+        return (self.q,)
+
+    def with_queries(self, *queries: jax.Array) -> Self:
+        (q,) = queries
+        return replace(self, q=q)
 
     def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.decode_kv(self)
@@ -325,7 +371,7 @@ class PrefillMLA(PrefillCall[MLAEntry]):
     """[H, V, R]."""
     kv_scale: jax.Array | None
     cu_q_lens: jax.Array | None
-    """[B + 1], the running sum of the query tokens of requests that follow one another; None if all have Q."""
+    """[B + 1], the running sum of the query tokens of a ragged batch; None if each request has Q."""
 
     def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.prefill_mla(self)
@@ -497,7 +543,10 @@ class WriteBlocks(BlocksCall[jax.Array]):
 
 @record
 class SelectExperts(Call[tuple[jax.Array, jax.Array]]):
-    """Top-k routing of experts: ids int32 [T, K] and weights float32 [T, K]."""
+    """Top-k routing of experts: ids int32 [T, K] and weights float32 [T, K].
+
+    The options are those of `jaxkv.select_experts`; K is `per_token`.
+    """
 
     operation = "select_experts"
     logits: jax.Array
@@ -517,7 +566,7 @@ class SelectExperts(Call[tuple[jax.Array, jax.Array]]):
 
 @record
 class GroupedSwiglu(Call[jax.Array]):
-    """The weighted sum of each token's experts, [T, D]."""
+    """The weighted sum of each token's experts, [T, D].  `limit` and `alpha` are those of `jaxkv.grouped_swiglu`."""
 
     operation = "grouped_swiglu"
     x: jax.Array
@@ -560,12 +609,12 @@ class ScaledLinear(Call[jax.Array]):
 
 @record
 class HotRowsCall[Result](BlocksCall[Result]):
-    """A call on the rows of a cache on the device and the whole cache in host memory."""
+    """A call on two caches: rows on the device, and the whole cache in host memory."""
 
     address: jax.Array
-    """The address of the host's memory."""
+    """The address of the cache in host memory."""
     writes: jax.Array
-    """[1], which orders reads of the host's memory after writes to it."""
+    """[1], the number of writes to host memory.  Calls that depend on it run after those writes."""
     layer: jax.Array
     """A scalar."""
     host_pages: Pages = field(metadata=STATIC)
@@ -578,7 +627,7 @@ class HotRowsCall[Result](BlocksCall[Result]):
 
 @record
 class FetchRows(HotRowsCall[tuple[jax.Array, jax.Array, jax.Array]]):
-    """Makes tokens available in rows: the buffer, the maps and the slots of the rows."""
+    """Loads tokens that no row holds yet; returns the buffer, the maps and the slots of the rows."""
 
     operation = "fetch_rows"
     maps: jax.Array
@@ -613,7 +662,7 @@ class StoreRows(HotRowsCall[jax.Array]):
 
 
 class ExpandedHeads(NamedTuple):
-    """The heads of a model with latent attention, as `prefill_mla` has them."""
+    """The heads of a model with latent attention, whose keys and values `prefill_mla` expands from latents."""
 
     dtype: Any
     """Of queries, keys and values."""
@@ -633,53 +682,60 @@ Listed = Mapping[type[Entry], Collection[str]]
 
 @dataclass(frozen=True)
 class Support:
-    """What a kernel supports."""
+    """What a kernel supports, as reasons against what it does not: texts for messages.
+
+    All implementations use these three terms:
+
+        unsupported_reasons    against one call, on every machine
+        unavailable_reasons    against every call, on this machine
+        reasons                both of these: why this machine would not run a call (`Kernels.reasons`)
+
+    Functions such as `entry_reasons` yield the unsupported reasons about one part of a call, for several kernels.
+    """
 
     entries: Listed
-    """The supported formats by kind of entry (exact class); empty if the kernel does not interpret entries.
-
-    Entries that are not listed are unsupported, because a kernel must not guess their byte maps.
-    """
-    unsupported_reasons: Callable[[Any], Iterable[str]] | None
-    """The reasons against a call whose entries are listed; None if all of them are supported."""
-    unavailable_reasons: Callable[[], Iterable[str]] | None
-    """The reasons against every call on this machine; None if the kernel runs on every one."""
-
-    def unsupported(self, call: Call[Any]) -> list[str]:
-        """The reasons against `call` on every machine; empty if it is supported."""
-        unlisted = [reason for entry in call.entries for reason in self._unlisted(entry)]
-        if unlisted or self.unsupported_reasons is None:
-            return unlisted
-        return list(self.unsupported_reasons(call))
-
-    def unavailable(self) -> list[str]:
-        """The reasons against every call on this machine; empty if the kernel can run here."""
-        return list(self.unavailable_reasons()) if self.unavailable_reasons else []
-
-    def _unlisted(self, entry: Entry) -> list[str]:
-        if not self.entries:
-            return []
-        formats = self.entries.get(type(entry))
-        if formats is None:
-            kinds = ", ".join(kind.__name__ for kind in self.entries)
-            return [f"entries of kind {type(entry).__name__}: supports {kinds}"]
-        if entry.format not in formats:
-            return [f"entries of format {entry.format!r}: supports {', '.join(formats)}"]
-        return []
+    """The supported formats by kind of entry (exact class); empty if the kernel does not interpret entries."""
+    unsupported_reasons: Callable[[Call[Any]], list[str]]
+    """Returns the reasons against a call; none if the kernel supports it."""
+    unavailable_reasons: Callable[[], list[str]]
+    """Returns the reasons against this machine; none if the kernel runs on it."""
 
 
 def supports[F: Callable[..., Any]](
     entries: Listed | None = None,
-    unsupported_reasons: Callable[[Any], Iterable[str]] | None = None,
-    unavailable_reasons: Callable[[], Iterable[str]] | None = None,
+    unsupported_reasons: Callable[[Any], Iterable[str]] = lambda call: (),
+    unavailable_reasons: Callable[[], Iterable[str]] = lambda: (),
 ) -> Callable[[F], F]:
-    """Declares what a method of `Kernels` supports; the arguments are the fields of `Support`."""
+    """Declares what a method of `Kernels` supports.
+
+    Args:
+      entries: as in `Support`.  Entries that are not listed are unsupported, because a kernel must not guess their byte
+        maps.
+      unsupported_reasons: yields the reasons against a call whose entries are listed.
+      unavailable_reasons: yields the reasons against this machine.
+    """
+
+    listed = entries or {}
+
+    def reasons_of_call(call: Call[Any]) -> list[str]:
+        unlisted = [reason for entry in call.entries if listed for reason in _unlisted(entry, listed)]
+        return unlisted or list(unsupported_reasons(call))
 
     def declared(method: F) -> F:
-        setattr(method, _SUPPORT, Support(entries or {}, unsupported_reasons, unavailable_reasons))
+        setattr(method, _SUPPORT, Support(listed, reasons_of_call, lambda: list(unavailable_reasons())))
         return method
 
     return declared
+
+
+def _unlisted(entry: Entry, listed: Listed) -> Iterator[str]:
+    """A reason against an entry that is not listed."""
+    formats = listed.get(type(entry))
+    if formats is None:
+        kinds = ", ".join(kind.__name__ for kind in listed)
+        yield f"entries of kind {type(entry).__name__}: supports {kinds}"
+    elif entry.format not in formats:
+        yield f"entries of format {entry.format!r}: supports {', '.join(formats)}"
 
 
 _SUPPORT = "_support"
@@ -701,16 +757,17 @@ class Kernels:
         return getattr(getattr(cls, operation, None), _SUPPORT, None)
 
     def unsupported_reasons(self, call: Call[Any]) -> list[str]:
-        """The reasons against `call` on every machine; empty if it is supported."""
+        """The reasons against `call` on every machine; see `Support`."""
         support = self.support(call.operation)
         if support is None:
             return [f"has no kernel for {call.operation}"]
-        return support.unsupported(call)
+        return support.unsupported_reasons(call)
 
-    def reasons_against(self, call: Call[Any]) -> list[str]:
-        """The reasons against `call` on this machine; empty if it would run."""
+    def reasons(self, call: Call[Any]) -> list[str]:
+        """The reasons why this machine would not run `call`; see `Support`."""
         support = self.support(call.operation)
-        return [*(support.unavailable() if support else ()), *self.unsupported_reasons(call)]
+        unavailable = support.unavailable_reasons() if support else []
+        return [*unavailable, *self.unsupported_reasons(call)]
 
     def least_prefill(self, heads: ExpandedHeads) -> int | None:
         """New tokens per request from which on `prefill_mla` is faster than `decode_mla`; None if it never is."""

@@ -311,6 +311,10 @@ def test_no_blocks_are_no_misuse():
     jaxkv.checked(lambda: (copy_blocks([], []), read_blocks([]), write_blocks([])))()
 
 
+def test_pairs_without_a_copy_are_no_misuse():
+    jaxkv.checked(lambda: copy_blocks([-1, 0, 9, -1], [-1, 2, -1, -(2**31)]))()
+
+
 def test_requests_without_tokens_may_hold_anything():
     """In their tables, lengths and first positions."""
     garbage, most = [2**31 - 1, -7], 2**31 - 1

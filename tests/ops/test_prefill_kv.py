@@ -135,6 +135,19 @@ def test_a_token_has_no_influence_on_those_that_do_not_see_it(window):
             assert_same_bits(one[1], right[1])
 
 
+@pytest.mark.parametrize("block", [-1, 2**31 - 1])
+def test_tokens_of_a_block_outside_the_cache_have_entries_of_zeros(block):
+    scene, cache = setting(lengths=(194,))
+    size, tables = cache.layout.block_size, jnp.asarray(scene.tables)
+    slots, zeros = tables[0, 1] * size + jnp.arange(size), [jnp.zeros((size, HEADS, n)) for n in ENTRY.sizes]
+    cleared = jaxkv.write_kv(cache, *zeros, slots, layer=1)
+    q, lengths = queries(ENTRY, 70, "float32", 1), jnp.asarray([194])
+    right = jaxkv.prefill_kv(q, cleared, tables, lengths, layer=1, scale=SCALE)
+    found = jaxkv.prefill_kv(q, cache, tables.at[0, 1].set(block), lengths, layer=1, scale=SCALE)
+    assert_same_bits(found, right)
+    assert (found != jaxkv.prefill_kv(q, cache, tables, lengths, layer=1, scale=SCALE)).any()
+
+
 def temporary_bytes(tokens, columns, **options) -> int:
     """Temporary memory of a call that is compiled for one request with the heads of Llama 3.1 8B."""
     entry = jaxkv.KVEntry("f32", head_dim=128)

@@ -300,7 +300,7 @@ def as_on_hopper(monkeypatch):
     monkeypatch.setattr(mosaic_prefill.entries, "gather", entries.gather_mla)
 
 
-def test_keys_in_parts(monkeypatch):
+def test_rotary_keys_in_an_array_of_their_own(monkeypatch):
     """What the kernel for keys whose rotary part is shared is given, and what becomes of its splits."""
     calls = []
 
@@ -327,6 +327,19 @@ def test_keys_in_parts(monkeypatch):
     scene = scenes.scene(ENTRY, lengths=LENGTHS)
     check(scene, scene.cache(scenes.layouts(ENTRY)["BLNHC"], 1), arguments(ENTRY, 70, "float32"))
     assert calls == [(len(LENGTHS), 70, HEADS, NOPE + 16)]
+
+
+@pytest.mark.parametrize("block", [-1, 2**31 - 1])
+def test_tokens_of_a_block_outside_the_cache_have_entries_of_zeros(block):
+    scene = scenes.scene(ENTRY, lengths=(194,))
+    cache, given = scene.cache(scenes.layouts(ENTRY)["BLNHC"], 1), arguments(ENTRY, 70, "float32", 1)
+    size, tables, lengths = cache.layout.block_size, jnp.asarray(scene.tables), jnp.asarray([194])
+    slots, zeros = tables[0, 1] * size + jnp.arange(size), [jnp.zeros((size, n)) for n in ENTRY.sizes]
+    cleared = jaxkv.write_mla(cache, *zeros, slots, layer=1)
+    right = jaxkv.prefill_mla(*given, cleared, tables, lengths, layer=1, scale=SCALE)
+    found = jaxkv.prefill_mla(*given, cache, tables.at[0, 1].set(block), lengths, layer=1, scale=SCALE)
+    assert_same_bits(found, right)
+    assert (found != jaxkv.prefill_mla(*given, cache, tables, lengths, layer=1, scale=SCALE)).any()
 
 
 def test_checked():

@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv.dispatch import captured, has_kernel, run
+from jaxkv.dispatch import has_kernel, run
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers.linear import linear, with_rank
@@ -14,7 +14,7 @@ from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights.weight import EXPERT, Weight
 from jaxkv.ops.products import grouped_swiglu
 from jaxkv.ops.routing import select_experts
-from jaxkv_kernels.calls import Call
+from jaxkv_kernels.calls import GroupedSwiglu
 from jaxkv_kernels.experts import SCORES, gated, weights_of
 from jaxkv_kernels.tile_scaled import TileScaled
 
@@ -108,20 +108,30 @@ def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=No
 
 def dense(weights, x, limit: float | None = None, alpha: float | None = None) -> jax.Array:
     """The SwiGLU feed-forward; x and the result are [..., hidden], `limit` and `alpha` as in `grouped_swiglu`."""
-    parts = tuple(weights[name] for name in ("gate", "up", "down"))
-    if x.size == x.shape[-1] and alpha is None and all(getattr(part, "dtype", None) == x.dtype for part in parts):
+    gate, up, down = (weights[name] for name in ("gate", "up", "down"))
+    if x.size == x.shape[-1] and alpha is None and all(getattr(w, "dtype", None) == x.dtype for w in (gate, up, down)):
         # A kernel for a single token reads the weights faster than XLA does.
-        call = _of_one_token(x.reshape(1, -1), parts, limit)
+        call = _of_one_token(x.reshape(1, -1), gate, up, down, limit)
         if has_kernel(call):
             return run(call, None).reshape(x.shape)
-    return linear(gated(linear(x, weights["gate"]), linear(x, weights["up"]), limit, alpha), weights["down"])
+    return linear(gated(linear(x, gate), linear(x, up), limit, alpha), down)
 
 
-def _of_one_token(x, parts, limit: float | None) -> Call[jax.Array]:
+def _of_one_token(x, gate, up, down, limit: float | None) -> GroupedSwiglu:
     """The feed-forward of a token x [1, hidden] as that of a mixture of which it has chosen no expert."""
     ids = jnp.zeros((1, 0), jnp.int32)
-    stacks = (matrix[None] for matrix in parts)
-    return captured(grouped_swiglu, x, ids, ids.astype(jnp.float32), *stacks, shared=parts, limit=limit)
+    return GroupedSwiglu(
+        x=x,
+        experts=ids,
+        weights=ids.astype(jnp.float32),
+        gate=gate[None],
+        up=up[None],
+        down=down[None],
+        shared=(gate, up, down),
+        biases=None,
+        limit=limit,
+        alpha=None,
+    )
 
 
 def mixture(config: Experts, weights, x, parallel: Parallel, ids=None) -> jax.Array:

@@ -38,12 +38,13 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE
+from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.device import multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel, wait_for_previous
 from jaxkv_kernels.mosaic_gpu.runtime.registers import filled, over_columns, store
 from jaxkv_kernels.mosaic_gpu.softmax import EMPTY
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan
 
 LN2 = math.log(2)
 WARPS, LANES = 4, 32
@@ -67,13 +68,14 @@ CHUNK = 256
 """The most columns per CTA: 16 bytes of float16 per lane if a warp has a row."""
 
 
-def combine(out, lse, split_out, split_lse, split_scale, plan, *, rows, interpret, sinks=None):
-    """Returns out [B, >= rows, R] and lse [B, >= rows] after combining the `rows` rows of each split request.
+def combine(
+    results: KernelResults, plan: Plan, *, rows: int, interpret: bool, sinks: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns out [B, >= rows, Dv] and lse [B, >= rows] after combining the `rows` rows of each split request.
 
-    split_out [splits, >= rows, >= R] holds the bits of SPLIT_DTYPE, split_lse [splits, >= rows] log-sum-exps in base 2.
-    split_scale [splits, parts, >= rows] has a factor for each of the equal parts of a row's values.  `sinks` [>= rows]
-    are logits, one per row, that are part of the softmax's sum but have no value; lse excludes them.
+    `sinks` [>= rows] are logits, one per row, that are part of the softmax's sum but have no value; lse excludes them.
     """
+    out, lse, split_out, split_lse, split_scale = results
     split_out = jax.lax.bitcast_convert_type(split_out, SPLIT_DTYPE)
     batch, height, latent = out.shape
     # An estimate of the splits per request.  It is constant for batch-invariant plans, because the order of their sums

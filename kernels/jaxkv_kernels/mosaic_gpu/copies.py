@@ -136,7 +136,7 @@ def block_runs(pages: Pages) -> BlockRuns:
     return BlockRuns(runs.axes, runs.length, runs.offset, view)
 
 
-def unsupported_blocks(call: BlocksCall) -> Iterator[str]:
+def blocks_unsupported_reasons(call: BlocksCall) -> Iterator[str]:
     """Reasons against a call that moves whole blocks."""
     pages, itemsize = call.pages, call.buffer.dtype.itemsize
     if pages.block_elements >= 2**31:
@@ -245,7 +245,7 @@ def copy_blocks(call: CopyBlocks) -> jax.Array:
     return freeze(ref).reshape(buffer.shape)
 
 
-def unsupported_states(call: WriteState | ReadState) -> Iterator[str]:
+def states_unsupported_reasons(call: WriteState | ReadState) -> Iterator[str]:
     """Reasons against a call that moves states."""
     sizes = {f"array {part.name!r}": part.nbytes for part in call.entry.fields() if part.name != "padding"}
     yield from unaligned(sizes, 1)

@@ -1,6 +1,11 @@
-"""Picks the kernel of a dense decode call on sm_90, and that of its plan; runs it, and then `combine` for splits."""
+"""Decode calls on Hopper: their plans, the choice of the kernel by format and rows, and the call of the kernel.
 
-from collections.abc import Callable, Iterator, Sequence
+`decode_mla` and `decode_kv` make a plan if the call has none, run the kernel of `schedule_of`, and merge the results of
+split requests by `combine`.  A few formats of latents are decoded by the kernel of sparse attention instead
+(`by_slots`).
+"""
+
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -13,6 +18,7 @@ from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.mosaic_gpu import gqa, mla_dense, mla_dense_swap_ab, mla_sparse, quantised_swap_ab
 from jaxkv_kernels.mosaic_gpu.attention_reasons import query_dtype
 from jaxkv_kernels.mosaic_gpu.combine import combine
+from jaxkv_kernels.mosaic_gpu.epilogue import KernelResults
 from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig, QuantisedMLADenseConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
@@ -33,6 +39,11 @@ GATHERED = ("fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla")
 """Formats of latents that only the kernel of sparse attention decodes."""
 
 
+def rows_of(call: DecodeCall | PlanDecode) -> int:
+    """Rows of a request in the scores of a KV head: its query tokens x the query heads that share the KV head."""
+    return call.q_len * call.heads // call.pages.num_heads
+
+
 def by_slots(entry: MLAEntry | KVEntry, rows: int) -> bool:
     """Whether dense calls with `rows` rows per request run as sparse attention to all slots of the request."""
     return entry.format in GATHERED or (entry.format == "fp8_ds_mla" and rows > SWAP_AB_ROWS)
@@ -43,13 +54,13 @@ Config = MLADenseConfig | QuantisedMLADenseConfig | MLASwapABConfig | QuantisedS
 
 @dataclass(frozen=True)
 class Schedule:
-    """A kernel of dense attention, and how its calls are planned.  `rows`: query tokens x query heads of a KV head."""
+    """A kernel of dense attention, and how its calls are planned.  `rows` are those of `rows_of`."""
 
     default_config: Callable[[Any, int], Config]
     """The default configuration, given the entry and `rows`."""
     unsupported_reasons: Callable[[DecodeCall | PlanDecode, int], Iterator[str]]
     """Reasons against a call or its plan with `rows`."""
-    attend: Callable[..., Sequence[jax.Array]]
+    attend: Callable[..., KernelResults]
     """The results of whole requests and splits, given a call with its plan, queries and a configuration."""
     step: int
     """Requests are split at multiples of this many tokens."""
@@ -103,44 +114,43 @@ def schedule_of(entry: MLAEntry | KVEntry, rows: int) -> Schedule:
     return QUANTISED_MLA_SWAP_AB if entry.quantised else MLA_SWAP_AB
 
 
-def unsupported_mla(call: DecodeMLA) -> Iterator[str]:
+def mla_unsupported_reasons(call: DecodeMLA) -> Iterator[str]:
     """Reasons against a `decode_mla` call."""
-    _, tokens, heads, _ = call.q_latent.shape
-    yield from _kernel_reasons(call, tokens * heads)
-    yield from query_dtype(call.entry, call.q_latent.dtype, "`q_latent`")
+    yield from _kernel_reasons(call)
+    yield from query_dtype(call.entry, call.dtype, "`q_latent`")
     yield from too_large(call.logit_cap)
 
 
-def unsupported_kv(call: DecodeKV) -> Iterator[str]:
+def kv_unsupported_reasons(call: DecodeKV) -> Iterator[str]:
     """Reasons against a `decode_kv` call."""
-    _, tokens, heads, _ = call.q.shape
-    yield from _kernel_reasons(call, tokens * heads // call.pages.num_heads)
-    yield from query_dtype(call.entry, call.q.dtype, "`q`")
+    yield from _kernel_reasons(call)
+    yield from query_dtype(call.entry, call.dtype, "`q`")
     yield from too_large(call.logit_cap)
 
 
-def unsupported_plan(call: PlanDecode) -> Iterator[str]:
+def plan_unsupported_reasons(call: PlanDecode) -> Iterator[str]:
     """Reasons against planning `decode_mla` or `decode_kv` calls."""
-    yield from _kernel_reasons(call, call.q_len * call.heads // call.pages.num_heads)
+    yield from _kernel_reasons(call)
     yield from query_dtype(call.entry, call.dtype, "queries")
 
 
-def _kernel_reasons(call: DecodeCall | PlanDecode, rows: int) -> Iterator[str]:
-    """The reasons of the kernel of a call with `rows` rows per KV head."""
+def _kernel_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
+    """The reasons of the kernel of a call."""
+    rows = rows_of(call)
     if isinstance(call.entry, MLAEntry) and by_slots(call.entry, rows):
         yield from mla_sparse.gathered_reasons(call.entry, call.pages, call.buffer)
     else:
         yield from schedule_of(call.entry, rows).unsupported_reasons(call, rows)
 
 
-def plan_decode(call: PlanDecode) -> Plan:
+def plan_decode(call: PlanDecode | DecodeCall) -> Plan:
     """The schedule of a decode call, in partitions that fill the GPU."""
-    rows, kv_heads = call.q_len * call.heads, call.pages.num_heads
+    rows = rows_of(call)
     if by_slots(call.entry, rows):
         return mla_sparse.plan_by_slots(call)
-    schedule = schedule_of(call.entry, rows // kv_heads)
-    config = configuration(schedule.default_config(call.entry, rows // kv_heads))
-    row_tiles = kv_heads * -(-rows // kv_heads // TILE)
+    schedule = schedule_of(call.entry, rows)
+    config = configuration(schedule.default_config(call.entry, rows))
+    row_tiles = call.pages.num_heads * -(-rows // TILE)
     partitions = most_partitions(row_tiles)
     costs, shared = config.split_costs, False
     # A batch-invariant plan must not depend on how many requests there are.
@@ -164,31 +174,14 @@ def plan_decode(call: PlanDecode) -> Plan:
     return replace(plan, shared=shared)
 
 
-def _planned[C: (DecodeMLA, DecodeKV)](call: C, q: jax.Array) -> C:
-    """`call` with its plan, or else the default plan for its queries `q` [B, Q, Hq, ...]."""
-    if call.plan is not None:
-        return call
-    plan = plan_decode(
-        PlanDecode(
-            buffer=call.buffer,
-            pages=call.pages,
-            entry=call.entry,
-            block_tables=call.block_tables,
-            seq_lens=call.seq_lens,
-            heads=q.shape[2],
-            q_len=q.shape[1],
-            window=call.window,
-            dtype=q.dtype,
-            batch_invariant=False,
-        )
-    )
-    return replace(call, plan=plan)
+def _planned[C: (DecodeMLA, DecodeKV)](call: C) -> C:
+    """`call` with its plan, or else with the default plan for its queries."""
+    return call if call.plan is not None else replace(call, plan=plan_decode(call))
 
 
 def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
     """The result of a `decode_mla` call: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
-    _, tokens, heads, _ = call.q_latent.shape
-    call, rows = _planned(call, call.q_latent), tokens * heads
+    call, rows = _planned(call), rows_of(call)
     if by_slots(call.entry, rows):
         return mla_sparse.decode_by_slots(call)
     config = configuration(schedule_of(call.entry, rows).default_config(call.entry, rows))
@@ -203,17 +196,15 @@ def _decode_mla(call: DecodeMLA, *, config: Config, interpret: bool) -> tuple[ja
     pad = ((0, 0), (0, -rows % 8), (0, 0))
     queries = [jnp.pad(q.reshape(batch, rows, q.shape[-1]), pad) for q in (call.q_latent, call.q_pe) if q.shape[-1]]
     results = schedule_of(call.entry, rows).attend(call, queries, config, interpret=interpret)
-    out, lse, split_out, split_lse, split_scale = results
-    out, lse = combine(out, lse, split_out, split_lse, split_scale, call.plan, rows=rows, interpret=interpret)
+    out, lse = combine(results, call.plan, rows=rows, interpret=interpret)
     return out[:, :rows].reshape(batch, tokens, heads, latent), lse[:, :rows].reshape(batch, tokens, heads)
 
 
 def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
     """The result of a `decode_kv` call: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]."""
-    _, tokens, heads, _ = call.q.shape
-    rows = tokens * heads // call.pages.num_heads
+    rows = rows_of(call)
     config = configuration(schedule_of(call.entry, rows).default_config(call.entry, rows))
-    return _decode_kv(_planned(call, call.q), config=config, interpret=bool(interpreting.value))
+    return _decode_kv(_planned(call), config=config, interpret=bool(interpreting.value))
 
 
 @partial(jax.jit, static_argnames=("config", "interpret"))
@@ -227,12 +218,7 @@ def _decode_kv(call: DecodeKV, *, config: Config, interpret: bool) -> tuple[jax.
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     queries = [q.reshape(batch * heads, padded, -1)] if quantised else q
     results = schedule_of(call.entry, rows).attend(call, queries, config, interpret=interpret)
-    out, lse, split_out, split_lse, split_scale = results
-    by_row = heads * padded
-    out, split_out = (x.reshape(-1, by_row, x.shape[-1]) for x in (out, split_out))
-    lse, split_lse = (x.reshape(-1, by_row) for x in (lse, split_lse))
-    split_scale = split_scale.reshape(-1, 1, by_row)
-    out, lse = combine(out, lse, split_out, split_lse, split_scale, call.plan, rows=by_row, interpret=interpret)
+    out, lse = combine(results.with_rows(heads * padded), call.plan, rows=heads * padded, interpret=interpret)
 
     def by_token(x):
         x = x.reshape(batch, heads, padded, -1)[:, :, :rows].reshape(batch, heads, tokens, group, -1)

@@ -39,7 +39,7 @@ from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.calls import GatherEntries, GatherIndexerK, GatherKV, GatherMLA, WriteIndexerK, WriteKV, WriteMLA
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry
-from jaxkv_kernels.mosaic_gpu.entry_copies import EntryBytes, load_entries, store_entries, unsupported_copies
+from jaxkv_kernels.mosaic_gpu.entry_copies import EntryBytes, copy_reasons, load_entries, store_entries
 from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.entry_lanes import MOST_VALUES, mover, scale_of, step_of, teams
 from jaxkv_kernels.mosaic_gpu.layout_reasons import apart
@@ -72,22 +72,22 @@ def gather_entries(call: GatherEntries) -> jax.Array:
     return load_entries(call, EntryBytes(call.entry.nbytes, call.entry.one_head))[0]
 
 
-def unsupported_writes(call: Write) -> Iterator[str]:
+def write_unsupported_reasons(call: Write) -> Iterator[str]:
     """Reasons against a call that writes entries."""
     if isinstance(call, WriteMLA) and call.cos_sin is not None:
-        yield from _unsupported_conversions(call.entry, call.pages, call.buffer.dtype.itemsize)
+        yield from _conversion_reasons(call.entry, call.pages, call.buffer.dtype.itemsize)
         if not call.interleaved and call.entry.sizes[-1] % (2 * CHUNK):
             yield f"`cos_sin` for halves of {call.entry.sizes[-1] // 2} values: supports multiples of {CHUNK}"
     else:
-        yield from _unsupported_moves(call, [value.dtype for value in _values(call)])
+        yield from _move_reasons(call, [value.dtype for value in _values(call)])
 
 
-def unsupported_gathers(call: Gather) -> Iterator[str]:
+def gather_unsupported_reasons(call: Gather) -> Iterator[str]:
     """Reasons against a call that gathers entries."""
-    yield from _unsupported_moves(call, [call.dtype])
+    yield from _move_reasons(call, [call.dtype])
 
 
-def unsupported_gathers_of_bytes(call: GatherEntries) -> Iterator[str]:
+def gather_entries_unsupported_reasons(call: GatherEntries) -> Iterator[str]:
     """Reasons against a call that gathers the bytes of entries."""
     if call.entry.split:
         yield "split pages: supports entries whose parts lie together"
@@ -95,7 +95,7 @@ def unsupported_gathers_of_bytes(call: GatherEntries) -> Iterator[str]:
         yield from apart(call.pages, call.entry)
     else:
         whole = EntryBytes(call.entry.nbytes, call.entry.one_head)
-        yield from unsupported_copies(whole, call.pages, call.buffer.dtype.itemsize)
+        yield from copy_reasons(whole, call.pages, call.buffer.dtype.itemsize)
 
 
 def _values(call: Write) -> tuple[jax.Array, ...]:
@@ -129,18 +129,18 @@ def _copied(entry: Entry, dtypes) -> bool:
     return entry.format in PLAIN and not isinstance(entry, IndexerEntry) and all(entry.dtype == d for d in dtypes)
 
 
-def _unsupported_moves(call: Write | Gather, dtypes) -> Iterator[str]:
+def _move_reasons(call: Write | Gather, dtypes) -> Iterator[str]:
     """Reasons against moving entries between the cache and arrays of their values, of `dtypes`."""
     itemsize = call.buffer.dtype.itemsize
     if _copied(call.entry, dtypes):
-        yield from unsupported_copies(call.entry, call.pages, itemsize)
+        yield from copy_reasons(call.entry, call.pages, itemsize)
     elif call.pages.num_parts > 1:
         yield from apart(call.pages, call.entry)
     else:
-        yield from _unsupported_conversions(call.entry, call.pages, itemsize)
+        yield from _conversion_reasons(call.entry, call.pages, itemsize)
 
 
-def _unsupported_conversions(entry: Entry, pages: Pages, itemsize: int) -> Iterator[str]:
+def _conversion_reasons(entry: Entry, pages: Pages, itemsize: int) -> Iterator[str]:
     """Reasons against encoding or decoding entries by lanes."""
     for size in entry.sizes:
         if not size:

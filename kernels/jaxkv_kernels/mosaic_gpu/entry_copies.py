@@ -126,7 +126,7 @@ def warp_share(count: int, heads: int, nbytes: int, *, interpret: bool, least: i
     return WarpShare(tokens, heads // ways, ways)
 
 
-def unsupported_copies(entry: Entry | EntryBytes, pages: Pages, itemsize: int) -> Iterator[str]:
+def copy_reasons(entry: Entry | EntryBytes, pages: Pages, itemsize: int) -> Iterator[str]:
     """Reasons against moving entries by bulk copies, in a buffer whose elements have `itemsize` bytes."""
     for size in entry.sizes:
         if not size:

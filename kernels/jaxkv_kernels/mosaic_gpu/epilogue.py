@@ -7,7 +7,7 @@ divided by its largest magnitude, which is stored as well.  This takes half the 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,13 +25,41 @@ FINITE = 1e37
 """Rows with a larger magnitude, infinity or NaN are not divided, so that infinity and NaN are preserved."""
 
 
+class KernelResults(NamedTuple):
+    """The results of an attention kernel, which `combine` turns into those of the call; in `body`, references to them.
+
+    A work tile of a request that is not split stores to `out` and `lse`, and one of a split request to the arrays of
+    its split.  Elements that no work tile stores to are undefined.  The arrays have more rows than a request if the
+    kernel stores whole tiles.
+    """
+
+    out: Any
+    """[B, rows, Dv], or [B, H, rows, Dv], of the queries' dtype."""
+    lse: Any
+    """float32 [B, rows] or [B, H, rows], natural logarithm."""
+    split_out: Any
+    """[splits, rows, >= Dv] or [splits, H, rows, >= Dv], the bits of SPLIT_DTYPE in the queries' dtype."""
+    split_lse: Any
+    """float32 [splits, rows] or [splits, H, rows], in base 2."""
+    split_scale: Any
+    """float32 [splits, scales, rows] or [splits, scales, H, rows]: a factor of each of the equal parts of a row."""
+
+    def with_rows(self, rows: int) -> "KernelResults":
+        """The arrays [B, H, rows / H, ...] of a call on one or more heads, as [B, rows, ...]; there is one scale."""
+        return KernelResults(
+            self.out.reshape(-1, rows, self.out.shape[-1]),
+            self.lse.reshape(-1, rows),
+            self.split_out.reshape(-1, rows, self.split_out.shape[-1]),
+            self.split_lse.reshape(-1, rows),
+            self.split_scale.reshape(-1, 1, rows),
+        )
+
+
 def result_types(
     leading: tuple[int, ...], splits: int, dtype, *, rows: int, width: int, lse: int, split_lse: int, scales: int,
     split_width: int | None = None,
-) -> tuple[jax.ShapeDtypeStruct, ...]:  # fmt: skip
-    """Shapes and dtypes of the five results of an attention kernel.
-
-    These are the values and log-sum-exps of whole requests, and the values, log-sum-exps (base 2) and scales of splits.
+) -> KernelResults:  # fmt: skip
+    """Shapes and dtypes of the results of an attention kernel.
 
     `leading` is (requests,) or (requests, heads).  `lse` and `split_lse` are the numbers of rows of the arrays with one
     value per row.  A row of a split has `scales` scales, one for each equal part of its values.  There may be more
@@ -39,14 +67,12 @@ def result_types(
     """
     batch, *heads = leading
     shape, per_row = jax.ShapeDtypeStruct, partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    return (
-        shape((batch, *heads, rows, width), dtype),
-        per_row((batch, *heads, lse)),
-        shape(
-            (splits, *heads, rows, split_width or width), dtype
-        ),  # holds the bits of SPLIT_DTYPE, as shared memory has one dtype
-        per_row((splits, *heads, split_lse)),
-        per_row((splits, scales, *heads, split_lse)),
+    return KernelResults(
+        out=shape((batch, *heads, rows, width), dtype),
+        lse=per_row((batch, *heads, lse)),
+        split_out=shape((splits, *heads, rows, split_width or width), dtype),  # shared memory has one dtype
+        split_lse=per_row((splits, *heads, split_lse)),
+        split_scale=per_row((splits, scales, *heads, split_lse)),
     )
 
 
@@ -74,8 +100,7 @@ class HalvesEpilogue:
     magnitude.  Only scales and log-sum-exps wait for the other consumer.
     """
 
-    refs: Any
-    """The results, in the order of `result_types`."""
+    refs: KernelResults
     stats: Any
     """Shared memory [>= 3, 64]: log-sum-exps in row 0, row sums of the two consumers in rows 1 and 2."""
     wait_for_both: Callable[[], None]
@@ -115,7 +140,7 @@ class HalvesEpilogue:
         load_sinks: Callable[[], Any] | None = None,
     ) -> None:  # fmt: skip
         """As `store`, with `finalize` to get the factors that normalize `acc`, and log-sum-exps in base 2."""
-        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = self.refs
+        refs = self.refs
         rows = pl.ds(self.first_row, TILE)
 
         def store_values(values, to, place):
@@ -132,19 +157,19 @@ class HalvesEpilogue:
         @pl.when(split < 0)
         def _():
             inverse, lse = finalize(*([] if load_sinks is None else [load_sinks()]))
-            store_values((acc * over_columns(inverse, acc.shape[1])).astype(out_ref.dtype), out_ref, request)
+            store_values((acc * over_columns(inverse, acc.shape[1])).astype(refs.out.dtype), refs.out, request)
             if side == 0:
                 self.stats[0] = lse * (1 / LOG2E)
                 plgpu.commit_smem()
-                into = lse_ref.at[request, pl.ds(self.first_row, self.stored)]
+                into = refs.lse.at[request, pl.ds(self.first_row, self.stored)]
                 plgpu.copy_smem_to_gmem(self.stats.at[0, pl.ds(0, self.stored)], into)
 
         @pl.when(split >= 0)
         def _():
             magnitude = split_scale(jnp.abs(acc).max(axis=1))
             values = (acc * over_columns(1 / magnitude, acc.shape[1])).astype(SPLIT_DTYPE)
-            store_values(lax.bitcast_convert_type(values, split_out_ref.dtype), split_out_ref, split)
+            store_values(lax.bitcast_convert_type(values, refs.split_out.dtype), refs.split_out, split)
             inverse, lse = finalize()  # after the stores of values, because it waits for the other consumer
-            store(split_scale_ref.at[split, side, rows], magnitude * inverse)
+            store(refs.split_scale.at[split, side, rows], magnitude * inverse)
             if side == 0:
-                store(split_lse_ref.at[split, rows], lse)
+                store(refs.split_lse.at[split, rows], lse)

@@ -129,7 +129,7 @@ def default_config_of_fp8(tokens: int, choices: int, experts: int, inner: int) -
     return ExpertsConfig(rows=min(rows, MOST_ROWS_OF_FP8), consumers=1 if tiles < 0.75 * multiprocessors() else 2)
 
 
-def unsupported_tokens(x) -> Iterator[str]:
+def token_reasons(x) -> Iterator[str]:
     """A reason against tokens of such a dtype."""
     if x.dtype not in (jnp.bfloat16, jnp.float16):
         yield f"`x` of {x.dtype}: supports bfloat16 and float16"

@@ -46,7 +46,7 @@ values, there is one per consumer and one of queries.  Registers: O 64 + S 32 + 
 for the producer.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar
@@ -59,7 +59,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.calls import DecodeCall, DecodeKV, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import values_of
-from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
 from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
@@ -144,8 +144,8 @@ def unsupported_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     yield from origins(call.pages, call.buffer)
 
 
-def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) -> Sequence[jax.Array]:
-    """Results of whole requests and splits (`result_types`), by the plan of `call`.
+def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) -> KernelResults:
+    """Results of whole requests and splits, by the plan of `call`.
 
     `q` are its queries as [B, heads, rows, head dim].  A KV head's rows are query tokens x its query heads, padded to a
     multiple of 8 if there are more than 8.
@@ -402,7 +402,7 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
         lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
-    return kernel(
+    results = kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
@@ -433,3 +433,4 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
         q, view.of(buffer), call.block_tables, jnp.reshape(call.layer, (1,)), jnp.reshape(call.scale, (1,)),
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
+    return KernelResults(*results)

@@ -34,14 +34,14 @@ from jaxkv_kernels.mosaic_gpu.expert_products import (
     default_config,
     default_config_of_fp8,
     products,
-    unsupported_tokens,
+    token_reasons,
 )
 from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import (
+    expert_reasons,
     fits_one_token,
     one_expert,
     one_token,
     only_expert,
-    unsupported_expert,
 )
 from jaxkv_kernels.tile_scaled import TILE, TileScaled, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
@@ -53,9 +53,9 @@ def unsupported_reasons(call: GroupedSwiglu) -> Iterator[str]:
     scaled = isinstance(call.gate, TileScaled)
     if call.biases is not None and scaled:
         yield "`biases`: supports weights in float8 without biases"
-    yield from unsupported_tokens(call.x)
+    yield from token_reasons(call.x)
     if (expert := only_expert(call)) is not None:
-        yield from unsupported_expert(expert[0])
+        yield from expert_reasons(expert[0])
         return
     step, kind = (TILE, " with weights in float8") if scaled else (STEP, "")
     for name, size in (("tokens", call.x.shape[1]), ("inner sizes", call.gate.shape[1])):

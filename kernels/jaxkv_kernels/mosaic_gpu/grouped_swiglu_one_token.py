@@ -68,7 +68,7 @@ def only_expert(call: GroupedSwiglu) -> Expert | None:
     return call.shared if call.x.shape[0] == 1 and not call.experts.shape[1] and plain else None
 
 
-def unsupported_expert(gate) -> Iterator[str]:
+def expert_reasons(gate) -> Iterator[str]:
     """Reasons against an `only_expert` whose gate is [inner, width]."""
     inner, width = gate.shape
     if width % VECTOR:

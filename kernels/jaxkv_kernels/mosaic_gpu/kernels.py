@@ -44,45 +44,45 @@ def _on(capabilities: Mapping[str, str]) -> Callable[[], list[str]]:
 class MosaicGPU(Kernels):
     """Kernels for NVIDIA Hopper."""
 
-    @supports(None, None, _on(CLOCK))
+    @supports(unavailable_reasons=_on(CLOCK))
     def stamp(self, after: jax.Array) -> jax.Array:
         return stamp(after)
 
-    @supports(_MOVED_MLA, entries.unsupported_writes, _on(BULK_COPIES))
+    @supports(_MOVED_MLA, entries.write_unsupported_reasons, _on(BULK_COPIES))
     def write_mla(self, call: calls.WriteMLA) -> jax.Array:
         return entries.write(call)
 
-    @supports(_MOVED_KV, entries.unsupported_writes, _on(BULK_COPIES))
+    @supports(_MOVED_KV, entries.write_unsupported_reasons, _on(BULK_COPIES))
     def write_kv(self, call: calls.WriteKV) -> jax.Array:
         return entries.write(call)
 
-    @supports(_MOVED_INDEXER, entries.unsupported_writes, _on(BULK_COPIES))
+    @supports(_MOVED_INDEXER, entries.write_unsupported_reasons, _on(BULK_COPIES))
     def write_indexer_k(self, call: calls.WriteIndexerK) -> jax.Array:
         return entries.write(call)
 
-    @supports(_MOVED_MLA, entries.unsupported_gathers, _on(BULK_COPIES))
+    @supports(_MOVED_MLA, entries.gather_unsupported_reasons, _on(BULK_COPIES))
     def gather_mla(self, call: calls.GatherMLA) -> tuple[jax.Array, jax.Array]:
         kv_c, k_pe = entries.gather(call)
         return kv_c, k_pe
 
-    @supports(_MOVED_KV, entries.unsupported_gathers, _on(BULK_COPIES))
+    @supports(_MOVED_KV, entries.gather_unsupported_reasons, _on(BULK_COPIES))
     def gather_kv(self, call: calls.GatherKV) -> tuple[jax.Array, jax.Array]:
         k, v = entries.gather(call)
         return k, v
 
-    @supports(_MOVED_INDEXER, entries.unsupported_gathers, _on(BULK_COPIES))
+    @supports(_MOVED_INDEXER, entries.gather_unsupported_reasons, _on(BULK_COPIES))
     def gather_indexer_k(self, call: calls.GatherIndexerK) -> jax.Array:
         return entries.gather(call)[0]
 
-    @supports(None, entries.unsupported_gathers_of_bytes, _on(BULK_COPIES))
+    @supports(None, entries.gather_entries_unsupported_reasons, _on(BULK_COPIES))
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return entries.gather_entries(call)
 
-    @supports({**_MLA, **_KV}, decode.unsupported_plan, _on(WGMMA))
+    @supports({**_MLA, **_KV}, decode.plan_unsupported_reasons, _on(WGMMA))
     def plan_decode(self, call: calls.PlanDecode) -> Plan:
         return decode.plan_decode(call)
 
-    @supports(_MLA, decode.unsupported_mla, _on(WGMMA))
+    @supports(_MLA, decode.mla_unsupported_reasons, _on(WGMMA))
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
         return decode.decode_mla(call)
 
@@ -90,15 +90,15 @@ class MosaicGPU(Kernels):
     def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
         return mla_sparse.decode_mla_sparse(call)
 
-    @supports(_KV, decode.unsupported_kv, _on(WGMMA))
+    @supports(_KV, decode.kv_unsupported_reasons, _on(WGMMA))
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
         return decode.decode_kv(call)
 
-    @supports(_MOVED_MLA, entries.unsupported_gathers, _on(BULK_COPIES))
+    @supports(_MOVED_MLA, entries.gather_unsupported_reasons, _on(BULK_COPIES))
     def prefill_mla(self, call: calls.PrefillMLA) -> tuple[jax.Array, jax.Array]:
         return prefill.prefill_mla(call)
 
-    @supports(_MOVED_KV, entries.unsupported_gathers, _on(BULK_COPIES))
+    @supports(_MOVED_KV, entries.gather_unsupported_reasons, _on(BULK_COPIES))
     def prefill_kv(self, call: calls.PrefillKV) -> tuple[jax.Array, jax.Array]:
         return prefill.prefill_kv(call)
 
@@ -117,23 +117,23 @@ class MosaicGPU(Kernels):
     def select_topk(self, call: calls.SelectTopk) -> jax.Array:
         return topk.select_topk(call)
 
-    @supports(_STATE, copies.unsupported_states, _on(BULK_COPIES))
+    @supports(_STATE, copies.states_unsupported_reasons, _on(BULK_COPIES))
     def write_state(self, call: calls.WriteState) -> jax.Array:
         return copies.write_state(call)
 
-    @supports(_STATE, copies.unsupported_states, _on(BULK_COPIES))
+    @supports(_STATE, copies.states_unsupported_reasons, _on(BULK_COPIES))
     def read_state(self, call: calls.ReadState) -> dict[str, jax.Array]:
         return copies.read_state(call)
 
-    @supports(None, copies.unsupported_blocks, _on(BULK_COPIES))
+    @supports(None, copies.blocks_unsupported_reasons, _on(BULK_COPIES))
     def copy_blocks(self, call: calls.CopyBlocks) -> jax.Array:
         return copies.copy_blocks(call)
 
-    @supports(None, copies.unsupported_blocks, _on(BULK_COPIES))
+    @supports(None, copies.blocks_unsupported_reasons, _on(BULK_COPIES))
     def read_blocks(self, call: calls.ReadBlocks) -> jax.Array:
         return copies.read_blocks(call)
 
-    @supports(None, copies.unsupported_blocks, _on(BULK_COPIES))
+    @supports(None, copies.blocks_unsupported_reasons, _on(BULK_COPIES))
     def write_blocks(self, call: calls.WriteBlocks) -> jax.Array:
         return copies.write_blocks(call)
 

@@ -20,6 +20,9 @@ Timeline of a pair, whose key tiles are K0 and K1, downwards.  Each consumer war
     (-> k_full[0], k_full[1])      O0 += P1 K1 left  -> p_ready[1]       arrives k_free[1]
                                      arrives k_free[2]                 O1 += P1 K1 right, arrives k_free[3]
 
+The function `scores` computes S0 and S1.  It multiplies each by the softmax scale, times log2(e), as soon as the
+product is complete: before the logit cap, the mask and the softmax.
+
 Only CTAs that share key tiles prefetch to the L2 cache, and only if `prefetch` is set and tokens are contiguous.  If a
 pair needs a mask, scores are masked before the softmax, and each consumer zeroes the values of unseen tokens in its own
 half of the tile before it multiplies them.
@@ -54,8 +57,9 @@ Barriers (mbarriers), and how many arrivals complete them: of TMA copies for `fu
                        the row sums of both are in stats[1:3]
 These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[0] only after p_ready[1] and after K0
 has landed again, which consumer 1 allowed when it was done with P0.  Consumer 1 overwrites P1 and stats[0] only after
-the next p_ready[0].  Automatic barriers are off: within a warpgroup, what one thread writes, others read only through
-TMA or wgmma after commit_smem, or after `both`.
+the next p_ready[0].  The kernel is compiled without the barriers that Mosaic GPU inserts by default (`auto_barriers`).
+If a thread writes to shared memory, the other threads of its warpgroup may therefore read that memory in two ways only:
+by TMA or wgmma after `commit_smem`, or after they have waited for `both`.
 
 Budget, for latents of 512.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats and barriers 1
 KiB = 225 KiB of 227.  Registers: 240 per lane for consumers, 24 for the producer.
@@ -90,7 +94,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu import cluster_sharing, masks
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, plain_latents
-from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
+from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, KernelResults, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, steps, unaligned
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.ptx import conversions_in_place
@@ -195,8 +199,8 @@ def attend(
     config: MLADenseConfig | QuantisedMLADenseConfig,
     *,
     interpret: bool,
-) -> Sequence[jax.Array]:
-    """Results of whole requests and splits (`result_types`), by the plan of `call`.
+) -> KernelResults:
+    """Results of whole requests and splits, by the plan of `call`.
 
     `queries` are those of `call` as [B, rows, R] and, if entries have a rotary part, [B, rows, P], with a multiple of 8
     rows.  With a QuantisedMLADenseConfig, entries are e4m3 and have 512 + 64 values.
@@ -235,7 +239,7 @@ def attend(
         (q_ref, *qr_refs), refs = refs[: len(queries)], refs[len(queries) :]
         kv_ref, table_ref, layer_ref, scale_ref, *refs = refs
         *kv_scale_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs[: -len(outputs)]
-        results, exchange_refs = refs[-len(outputs) :][:5], refs[-len(outputs) :][5:]
+        results, exchange_refs = KernelResults(*refs[-len(outputs) :][:5]), refs[-len(outputs) :][5:]
         # Views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
         if quantised:
             (q_in, q, *_), (qr_in, qr), (stages, k, raw_k), (_, r, raw_r) = memory["q"], qr, memory["k"], r
@@ -573,7 +577,7 @@ def attend(
         *queries, view.of(buffer), call.block_tables, jnp.reshape(call.layer, (1,)), jnp.reshape(call.scale, (1,)),
         *kv_scales, plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
-    return found[:5]
+    return KernelResults(*found[:5])
 
 
 def plain_types(dtype, half: int, rope: int, *, copies: int, cluster: int, interpret: bool) -> dict[str, Any]:

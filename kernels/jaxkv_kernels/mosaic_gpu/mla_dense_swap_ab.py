@@ -65,7 +65,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import plain_latents
 from jaxkv_kernels.mosaic_gpu.cluster_sharing import PLACES, Exchange, exchange_types, merge_factors, own_steps
-from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values, first_seen, is_masked, seen_tokens
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add
@@ -116,10 +116,8 @@ def unsupported_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     yield from plain_latents(call)
 
 
-def attend(
-    call: DecodeMLA, queries: Sequence[jax.Array], config: MLASwapABConfig, *, interpret: bool
-) -> Sequence[jax.Array]:
-    """Results of whole requests and splits (`result_types`), by the plan of `call`.
+def attend(call: DecodeMLA, queries: Sequence[jax.Array], config: MLASwapABConfig, *, interpret: bool) -> KernelResults:
+    """Results of whole requests and splits, by the plan of `call`.
 
     `queries` are those of `call` as [B, rows, R] and, if entries have a rotary part, [B, rows, P], with 8 or 16 rows.
     """
@@ -385,4 +383,4 @@ def attend(
         *queries, view.of(buffer), call.block_tables, jnp.reshape(call.layer, (1,)), jnp.reshape(call.scale, (1,)),
         plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
-    return found[:5]
+    return KernelResults(*found[:5])

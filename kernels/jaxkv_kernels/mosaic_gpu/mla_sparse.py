@@ -81,11 +81,11 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing import Pages, lengths_in_table, slots_for, table_tokens
-from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode
+from jaxkv_kernels.calls import DecodeCall, DecodeMLA, DecodeMLASparse, PlanDecode
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, query_dtype
 from jaxkv_kernels.mosaic_gpu.combine import combine
-from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, half_columns, result_types
+from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, KernelResults, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.gather_fp8_v4 import ExtraRefs, FP8V4Rows, FP8V4Tiles
 from jaxkv_kernels.mosaic_gpu.gather_keys import (
     FACTOR,
@@ -275,18 +275,17 @@ def _attend_and_combine(
         counts = None if call.counts is None else call.counts.reshape(-1)
         extra = replace(extra, slots=extra.slots.reshape(requests, -1))
     by_request = replace(call, q_latent=q_latent, q_pe=q_pe, slots=slots, counts=counts, sinks=sinks, extra=extra)
-    out, lse, split_out, split_lse, split_scale = attend(by_request, plan, rows, config, interpret=interpret)
+    results = attend(by_request, plan, rows, config, interpret=interpret)
+    out, lse = results.out, results.lse
     if not plan.whole:
-        out, lse = combine(
-            out, lse, split_out, split_lse, split_scale, plan, rows=heads, interpret=interpret, sinks=sinks
-        )
+        out, lse = combine(results, plan, rows=heads, interpret=interpret, sinks=sinks)
     return out[:, :heads].reshape(batch, tokens, heads, -1), lse[:, :heads].reshape(batch, tokens, heads)
 
 
 def attend(
     call: DecodeMLASparse, plan: Plan, rows: GatheredRows | FP8V4Rows, config: SparseConfig, *, interpret: bool
-) -> list[jax.Array]:
-    """Results of whole query tokens, and of splits (`result_types`).
+) -> KernelResults:
+    """Results of whole query tokens, and of splits.
 
     The arrays of `call` are by query token: q_latent [N, heads rounded up to 8, R], slots [N, K], sinks
     [heads rounded up to 64] or None.  Entries are multiplied by `kv_scale` unless that is None.  R is 512, or 448.
@@ -385,7 +384,7 @@ def attend(
 
             plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
             first, end, first_tile = load_work_range(partitions_ref, partition)
-            results = out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref
+            results = KernelResults(out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref)
             value_scale = kv_scale_refs[0][0] if kv_scale_refs else None
             epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
             scale = scale_ref[0] * LOG2E
@@ -563,7 +562,7 @@ def attend(
     if isinstance(rows, GatheredRows):
         rotary["qr"] = viewed(TILE, ROPE, own_dtype=rows.rope_dtype)
         rotary["r"] = swizzled(2, TILE, ROPE, dtype=rows.rope_dtype)
-    return kernel(
+    results = kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
@@ -612,6 +611,7 @@ def attend(
         *count_arrays,
         *extra_arrays,
     )
+    return KernelResults(*results)
 
 
 def _divided(refs, *arrays) -> list[Any]:
@@ -656,7 +656,7 @@ def decode_by_slots(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
     return _attend_and_combine(by_slots, call.plan, config=config, interpret=bool(interpreting.value))
 
 
-def plan_by_slots(call: PlanDecode) -> Plan:
+def plan_by_slots(call: DecodeCall | PlanDecode) -> Plan:
     """The schedule of such calls: query token t of a request sees all but the last `q_len` - 1 - t slots."""
     counts, size = _ends(call, call.q_len).reshape(-1), _most_slots(call)
     if call.window is not None:
@@ -672,13 +672,13 @@ def plan_by_slots(call: PlanDecode) -> Plan:
     )
 
 
-def _ends(call: DecodeMLA | PlanDecode, tokens: int) -> jax.Array:
+def _ends(call: DecodeCall | PlanDecode, tokens: int) -> jax.Array:
     """The position after the last token that each query token sees, int32 [B, tokens]."""
     lengths = lengths_in_table(call.seq_lens, call.block_tables, call.pages.block_size)
     return jnp.maximum(lengths[:, None] - jnp.arange(tokens - 1, -1, -1, dtype=jnp.int32), 0)
 
 
-def _most_slots(call: DecodeMLA | PlanDecode) -> int:
+def _most_slots(call: DecodeCall | PlanDecode) -> int:
     """The most tokens that a query token sees."""
     size = table_tokens(call.block_tables, call.pages.block_size)
     return size if call.window is None else min(size, call.window)

@@ -1,10 +1,12 @@
-"""Attention of many query tokens to keys and values per head that are arrays; keys of a token share a rotary part.
+"""Prefill on Hopper, by cuDNN and by a kernel of attention to earlier tokens, `attend_expanded`.
 
-Keys stay in two arrays, as they are expanded from latents: joining them, as cuDNN needs them, would write and read them
-once more.  There is no causal mask: each query sees the first `kv_lens` keys of its request.
+The kernel attends to keys and values that are expanded from latents.  The rotary part of a key, which all heads share,
+stays in an array of its own.  cuDNN needs one array of keys, and joining the two would write and read all keys once
+more.  There is no causal mask: each query sees the first `kv_lens` keys of its request.
 
 Work.  A CTA has 128 query tokens of one head, 64 per consumer, and one of `splits` equal ranges of keys, in tiles of
-128.  CTAs of the same keys are neighbours in the grid, so that these are read from the L2 cache.  Timeline, downwards:
+128.  CTAs with the same keys are neighbours in the grid, so that most of them read the keys from the L2 cache.
+Timeline, downwards:
 
     producer                  consumer 0                         consumer 1
     queries, once             S = Q K'  -> k_full                -> turn
@@ -15,8 +17,8 @@ Work.  A CTA has 128 query tokens of one head, 64 per consumer, and one of `spli
                               arrives turn                       O += P V; next S
                               ...
 
-Both consumers arrive at `turn` and wait for it twice per tile, after the product S was started and after the softmax;
-consumer 1 is half a tile behind.  So one multiplies while the other one computes its softmax.
+Both consumers arrive at `turn` and wait for it twice per tile: once the product S has started, and after the softmax.
+Consumer 1 is half a tile behind, so that one consumer multiplies while the other one computes its softmax.
 
 Barriers, and how many arrivals complete them:
     q_full                    the queries have landed (one per 64 columns and consumer)
@@ -62,8 +64,6 @@ from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.token_rows import TILE_ROWS
 from jaxkv_kernels.xla import prefill as gathered
 
-CUDNN = gathered.DenseAttention(cudnn.attention, cudnn.ragged_attention, by_lengths=True)
-
 SIZES = (128, 64, 128)
 """Values of a key without and in its rotary part, and of a value: DeepSeek's."""
 ROWS = 64
@@ -77,11 +77,19 @@ PRODUCER_REGISTERS = 40
 THRESHOLD = 8.0
 """The running max is raised when a score in base 2 exceeds it by more than this; the same as in the other kernels."""
 LEAST_KEYS = 1024
-"""The least keys of a split: merging it must take little in comparison."""
+"""The least keys of a split, here and by cuDNN: merging it must take little in comparison."""
 SPLITS = (1, 2, 4, 8)
 WELL_FILLED = 1.1
-"""The time, relative to that of a GPU without idle multiprocessors, for which more splits are not worth merging."""
+"""If idle multiprocessors make the kernel take at most this many times as long, more splits are not worth merging."""
 
+CUDNN_ROWS = 2 * 132 * 128
+"""Query rows (requests x heads x tokens) with which cuDNN fills a GPU: two work tiles of 128 rows per multiprocessor of
+an H200."""
+CUDNN_CHUNKS = 2
+"""With room for at most this many chunks, all of them run unconditionally.
+
+XLA's loops and conditions wait for the host, which cost 0.46 ms per layer on an H200.  A chunk without tokens takes
+about 0.15 ms: its keys and values are expanded, but cuDNN skips them."""
 
 LEAST_WITH_CUDNN = 1024
 """New tokens per request from which on `prefill_mla` is faster than `decode_mla`, if cuDNN attends to earlier tokens.
@@ -91,18 +99,30 @@ LEAST_WITH_KERNEL = 256
 """The same if `attend_expanded` does."""
 
 
-def prefill_mla(call: PrefillMLA) -> tuple[jax.Array, jax.Array]:
-    """The results of a call: `attend_expanded` attends to earlier tokens if it supports the heads, otherwise cuDNN.
+def cudnn_splits(keys: int, rows: int) -> int:
+    """Splits of a chunk's keys for cuDNN: as many as fill the GPU, each of LEAST_KEYS or more."""
+    splits = 1
+    while rows * splits < CUDNN_ROWS and keys % (2 * splits * LEAST_KEYS) == 0:
+        splits *= 2
+    return splits
 
-    Heads that cuDNN does not support are left to XLA.
+
+CUDNN = gathered.DenseAttention(cudnn.attention, cudnn.ragged_attention, cudnn_splits, CUDNN_CHUNKS)
+
+
+def prefill_mla(call: PrefillMLA) -> tuple[jax.Array, jax.Array]:
+    """The results of a call.
+
+    cuDNN attends to the new tokens, and `attend_expanded` to earlier ones if it supports the heads and queries are not
+    ragged; otherwise cuDNN does that as well.  XLA attends to all tokens if cuDNN does not support the heads.
     """
     nope, value, rope = call.w_uk.shape[1], call.w_uv.shape[1], call.q_pe.shape[-1]
     if any(cudnn.unsupported_reasons(call.dtype, nope + rope, value)):
         return gathered.prefill_mla(call, entries.gather)
-    in_parts = None
+    shared_rope = None
     if not any(unsupported_reasons(call.dtype, nope, rope, value)):
-        in_parts = gathered.InParts(partial(attend_expanded, scale=call.scale), TILE_ROWS)
-    return gathered.prefill_mla(call, entries.gather, CUDNN, in_parts)
+        shared_rope = gathered.SharedRopeAttention(partial(attend_expanded, scale=call.scale), TILE_ROWS)
+    return gathered.prefill_mla(call, entries.gather, CUDNN, shared_rope)
 
 
 def prefill_kv(call: PrefillKV) -> tuple[jax.Array, jax.Array]:
@@ -114,11 +134,11 @@ def prefill_kv(call: PrefillKV) -> tuple[jax.Array, jax.Array]:
 def least_prefill(heads: ExpandedHeads) -> int | None:
     """New tokens per request from which on `prefill_mla` is faster than `decode_mla`; None if cuDNN lacks the heads.
 
-    It must also take fewer flops, but these are not everything.  In a layer of DeepSeek-V2-Lite (16 heads, bfloat16) on
-    an H200, the attention kernel of 8,192 new tokens takes 0.8 ms instead of 5.4.  For 512 new tokens after 32,768
-    cached ones, the kernel takes 0.25 ms (cuDNN 0.34, absorbed attention 0.81), expanding the cached tokens 0.19, and
-    joining their keys, which only cuDNN needs, 0.10.  Tables with room for more tokens than are cached make that worse
-    (see `FEW_CHUNKS`).
+    With fewer tokens, it takes more flops, or more time for what is not a product.  The times are those of a layer of
+    DeepSeek-V2-Lite (16 heads, bfloat16) on an H200.  For 8,192 new tokens, attention takes 0.8 ms, and absorbed
+    attention 5.4.  For 512 new tokens after 32,768 cached ones, `attend_expanded` takes 0.25 ms, cuDNN 0.34 and
+    absorbed attention 0.81.  Expanding the cached tokens takes 0.19 ms more, and joining their keys, which only cuDNN
+    needs, 0.10.  Both take longer if a table has room for more tokens than are cached (see `CUDNN_CHUNKS`).
     """
     least = gathered.least_by_flops(heads)
     if least is None or any(cudnn.unsupported_reasons(heads.dtype, heads.nope + heads.rope, heads.value)):

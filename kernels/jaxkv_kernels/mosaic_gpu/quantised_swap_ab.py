@@ -78,7 +78,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.addressing import row_view
 from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, values_of
-from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
     InterpretedHeads,
     InterpretedInt8,
@@ -248,8 +248,8 @@ def _scales(call: DecodeMLA | DecodeKV) -> tuple[jax.Array, ...]:
 
 def attend(
     call: DecodeMLA | DecodeKV, queries: Sequence[jax.Array], config: QuantisedSwapABConfig, *, interpret: bool
-) -> Sequence[jax.Array]:
-    """Results of whole requests and splits (`result_types`), whose first axis is that of requests or splits x heads.
+) -> KernelResults:
+    """Results of whole requests and splits, whose first axis is that of requests or splits x heads.
 
     `queries` are those of `call` as bf16 [B * heads, rows, ...], with 8 or 16 rows: query tokens x query heads of a KV
     head.  `call` has a plan.
@@ -577,7 +577,7 @@ def attend(
     if interpret:
         operands = {f"operand_keys_{d}": swizzled(consumers, TILE, KEY_GROUP, dtype=d) for d in ("float16", "bfloat16")}
         operands["operand_values_float16"] = narrow(consumers, GROUP, N, dtype=jnp.float16, swizzle=32)
-    return kernel(
+    results = kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
@@ -611,3 +611,4 @@ def attend(
         *queries, tiles.operand(buffer, pages), call.block_tables, jnp.reshape(call.layer, (1,)),
         jnp.reshape(call.scale, (1,)), *scales, plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
+    return KernelResults(*results)

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.calls import ScaledLinear
 from jaxkv_kernels.mosaic_gpu.e4m3_weights import from_positions, in_positions
-from jaxkv_kernels.mosaic_gpu.expert_products import ALIGN, FEATURES, ExpertsConfig, products, unsupported_tokens
+from jaxkv_kernels.mosaic_gpu.expert_products import ALIGN, FEATURES, ExpertsConfig, products, token_reasons
 from jaxkv_kernels.mosaic_gpu.runtime.device import multiprocessors
 from jaxkv_kernels.tile_scaled import TILE, num_tiles, rounded_to_e4m3
 from jaxkv_kernels.tuning import configuration
@@ -32,7 +32,7 @@ START = 4
 
 def unsupported_reasons(call: ScaledLinear) -> Iterator[str]:
     """Reasons against a call."""
-    yield from unsupported_tokens(call.x)
+    yield from token_reasons(call.x)
     if call.x.shape[1] % TILE:
         yield f"tokens of {call.x.shape[1]} values: supports multiples of {TILE}"
     if call.weight.shape[0] % FEATURES:

@@ -122,6 +122,9 @@ class EntryLoads:
 
     With `latents`, an entry is a latent and a rotary key: keys are both parts, and values are the latents.  Otherwise,
     an entry is a key and a value.
+
+    `_attend_kv` of `gqa.py` supports all values of `ways`, `unit` and `per_token`.  `_attend_latents` of `mla.py`
+    supports only `ways` 1, or 2 with the caller's `kv_scale`, and neither a `unit` other than 1 nor `per_token`.
     """
 
     format: str

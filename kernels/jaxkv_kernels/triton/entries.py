@@ -4,6 +4,9 @@ Plain and e4m3 entries (`store_entries`, `load_entries`), `fp8_ds_mla` entries (
 `indexer_fp8` keys in split pages (`store_split`, `load_split`) and the bytes of entries (`load_bytes`) have a kernel
 each.  A row is one head of one token, and a program processes ROWS consecutive rows.
 
+The functions `write_*` and `gather_*` choose the kernel.  They recognise `fp8_ds_mla` by its name, take split pages of
+indexer keys for `indexer_fp8`, and other entries that the caller scales for e4m3.  A new format needs a branch there.
+
 To store, a program loads slots and values together, encodes, and stores each part at its slot.  No two programs write
 the same bytes, unless a slot is given twice.  To read, it finds the requests of its tokens by binary search and their
 slots in the tables, loads, decodes in float32, rounds and stores.

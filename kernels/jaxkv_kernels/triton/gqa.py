@@ -99,10 +99,10 @@ def entry_reasons(entry: KVEntry, dtype) -> Iterator[str]:
         yield f"entries of {' + '.join(map(str, entry.sizes))} values: supports at most {HEAD_DIM} of each"
 
 
-def plan_kv(call: PlanDecode | DecodeKV, heads: int, q_len: int) -> Plan:
-    """The schedule of `decode_kv` for `heads` query heads and `q_len` query tokens per request."""
-    rows = q_len * (heads // call.pages.num_heads)
-    return plan_requests(call, kv_config(call.entry, rows, call.entry.dtype), rows, q_len)
+def plan_kv(call: PlanDecode | DecodeKV) -> Plan:
+    """The schedule of `decode_kv`."""
+    rows = call.q_len * (call.heads // call.pages.num_heads)
+    return plan_requests(call, kv_config(call.entry, rows, call.entry.dtype), rows)
 
 
 @jax.jit
@@ -113,7 +113,7 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
     """
     q, buffer, pages, entry, scale = call.q, call.buffer, call.pages, call.entry, call.scale
     batch, q_len, heads, _ = q.shape
-    plan = plan_kv(call, heads, q_len) if call.plan is None else call.plan
+    plan = plan_kv(call) if call.plan is None else call.plan
     rows = q_len * (heads // pages.num_heads)
     config = kv_config(entry, rows, q.dtype)
     row_tiles, work_tiles = pages.num_heads * config.row_tiles(rows), plan.work_tiles.shape[0]

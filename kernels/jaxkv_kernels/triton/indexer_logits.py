@@ -1,6 +1,7 @@
 """Scores of the DeepSeek V3.2 indexer against every cached key.
 
-It computes, per query token and key, the sum over heads of relu(q . k) * weight, times the key's scale.
+It computes, per query token and key, the sum over heads of relu(q . k) * weight, times the key's scale.  Keys in split
+pages are read as `indexer_fp8` (`_split_keys`), others as plain values (`_keys`).
 
 A program processes one query token of one request, with all heads, and up to RUN_TILES tiles of cached tokens.  q stays
 in shared memory.  The loop, as a timeline (loads are asynchronous copies, up to BUFFERS tiles ahead):

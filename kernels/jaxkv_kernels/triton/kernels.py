@@ -27,7 +27,7 @@ _ATTENDED_KV: Listed = {KVEntry: (*_KV[KVEntry], "int8", "nvfp4")}
 _INDEXER: Listed = {IndexerEntry: (*_PLAIN, "indexer_fp8")}
 
 
-def _unavailable() -> list[str]:
+def _unavailable_reasons() -> list[str]:
     """The reasons against all kernels on this machine."""
     return available.unavailable_reasons()
 
@@ -35,86 +35,86 @@ def _unavailable() -> list[str]:
 class Triton(Kernels):
     """Kernels for NVIDIA GPUs, Ampere and later."""
 
-    @supports(_MLA, entries.write_unsupported_reasons, _unavailable)
+    @supports(_MLA, entries.write_unsupported_reasons, _unavailable_reasons)
     def write_mla(self, call: calls.WriteMLA) -> jax.Array:
         return entries.write_mla(call)
 
-    @supports(_KV, entries.write_unsupported_reasons, _unavailable)
+    @supports(_KV, entries.write_unsupported_reasons, _unavailable_reasons)
     def write_kv(self, call: calls.WriteKV) -> jax.Array:
         return entries.write_kv(call)
 
-    @supports(_INDEXER, entries.write_unsupported_reasons, _unavailable)
+    @supports(_INDEXER, entries.write_unsupported_reasons, _unavailable_reasons)
     def write_indexer_k(self, call: calls.WriteIndexerK) -> jax.Array:
         return entries.write_indexer_k(call)
 
-    @supports(_MLA, entries.gather_unsupported_reasons, _unavailable)
+    @supports(_MLA, entries.gather_unsupported_reasons, _unavailable_reasons)
     def gather_mla(self, call: calls.GatherMLA) -> tuple[jax.Array, jax.Array]:
         return entries.gather_mla(call)
 
-    @supports(_KV, entries.gather_unsupported_reasons, _unavailable)
+    @supports(_KV, entries.gather_unsupported_reasons, _unavailable_reasons)
     def gather_kv(self, call: calls.GatherKV) -> tuple[jax.Array, jax.Array]:
         return entries.gather_kv(call)
 
-    @supports(_INDEXER, entries.gather_unsupported_reasons, _unavailable)
+    @supports(_INDEXER, entries.gather_unsupported_reasons, _unavailable_reasons)
     def gather_indexer_k(self, call: calls.GatherIndexerK) -> jax.Array:
         return entries.gather_indexer_k(call)
 
-    @supports(None, entries.gather_entries_unsupported_reasons, _unavailable)
+    @supports(None, entries.gather_entries_unsupported_reasons, _unavailable_reasons)
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return entries.gather_entries(call)
 
-    @supports({**_MLA, **_ATTENDED_KV}, plan_decode.unsupported_reasons, _unavailable)
+    @supports({**_MLA, **_ATTENDED_KV}, plan_decode.unsupported_reasons, _unavailable_reasons)
     def plan_decode(self, call: calls.PlanDecode) -> Plan:
         return plan_decode.plan_decode(call)
 
-    @supports(_MLA, mla.unsupported_reasons, _unavailable)
+    @supports(_MLA, mla.unsupported_reasons, _unavailable_reasons)
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
         return mla.decode_mla(call)
 
-    @supports(_ATTENDED_KV, gqa.unsupported_reasons, _unavailable)
+    @supports(_ATTENDED_KV, gqa.unsupported_reasons, _unavailable_reasons)
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
         return gqa.decode_kv(call)
 
-    @supports(_MLA, mla.sparse_unsupported_reasons, _unavailable)
+    @supports(_MLA, mla.sparse_unsupported_reasons, _unavailable_reasons)
     def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
         return mla.decode_mla_sparse(call)
 
-    @supports(_MLA, entries.gather_unsupported_reasons, _unavailable)
+    @supports(_MLA, entries.gather_unsupported_reasons, _unavailable_reasons)
     def prefill_mla(self, call: calls.PrefillMLA) -> tuple[jax.Array, jax.Array]:
         return prefill.prefill_mla(call, entries.gather_mla)
 
-    @supports(_KV, entries.gather_unsupported_reasons, _unavailable)
+    @supports(_KV, entries.gather_unsupported_reasons, _unavailable_reasons)
     def prefill_kv(self, call: calls.PrefillKV) -> tuple[jax.Array, jax.Array]:
         return prefill.prefill_kv(call, entries.gather_kv)
 
-    @supports(_INDEXER, indexer_logits.unsupported_reasons, _unavailable)
+    @supports(_INDEXER, indexer_logits.unsupported_reasons, _unavailable_reasons)
     def indexer_logits(self, call: calls.IndexerLogits) -> jax.Array:
         return indexer_logits.indexer_logits(call)
 
-    @supports(None, select_topk.unsupported_reasons, _unavailable)
+    @supports(None, select_topk.unsupported_reasons, _unavailable_reasons)
     def select_topk(self, call: calls.SelectTopk) -> jax.Array:
         return select_topk.select_topk(call)
 
-    @supports(None, merge_states.unsupported_reasons, _unavailable)
+    @supports(None, merge_states.unsupported_reasons, _unavailable_reasons)
     def merge_states(self, call: calls.MergeStates) -> tuple[jax.Array, jax.Array]:
         return merge_states.merge_states(call)
 
-    @supports(None, blocks.unsupported_reasons, _unavailable)
+    @supports(None, blocks.unsupported_reasons, _unavailable_reasons)
     def copy_blocks(self, call: calls.CopyBlocks) -> jax.Array:
         return blocks.copy_blocks(call)
 
-    @supports(None, blocks.unsupported_reasons, _unavailable)
+    @supports(None, blocks.unsupported_reasons, _unavailable_reasons)
     def read_blocks(self, call: calls.ReadBlocks) -> jax.Array:
         return blocks.read_blocks(call)
 
-    @supports(None, blocks.unsupported_reasons, _unavailable)
+    @supports(None, blocks.unsupported_reasons, _unavailable_reasons)
     def write_blocks(self, call: calls.WriteBlocks) -> jax.Array:
         return blocks.write_blocks(call)
 
-    @supports(None, hot_rows.unsupported_reasons, _unavailable)
+    @supports(None, hot_rows.unsupported_reasons, _unavailable_reasons)
     def fetch_rows(self, call: calls.FetchRows) -> tuple[jax.Array, jax.Array, jax.Array]:
         return hot_rows.fetch_rows(call)
 
-    @supports(None, None, _unavailable)
+    @supports(unavailable_reasons=_unavailable_reasons)
     def store_rows(self, call: calls.StoreRows) -> jax.Array:
         return hot_rows.store_rows(call)

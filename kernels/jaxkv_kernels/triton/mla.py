@@ -145,18 +145,17 @@ def entry_reasons(entry: MLAEntry) -> Iterator[str]:
         yield f"entries of {latent} + {rope} values: supports at most {LATENT} + {ROPE}"
 
 
-def plan_latents(call: PlanDecode | DecodeMLA, heads: int, q_len: int) -> Plan:
-    """The schedule of `decode_mla` for `heads` query heads and `q_len` query tokens per request."""
-    rows = q_len * heads
-    return plan_requests(call, latent_config(call.entry, rows, call.entry.dtype), rows, q_len)
+def plan_latents(call: PlanDecode | DecodeMLA) -> Plan:
+    """The schedule of `decode_mla`."""
+    rows = call.q_len * call.heads
+    return plan_requests(call, latent_config(call.entry, rows, call.entry.dtype), rows)
 
 
 @jax.jit
 def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
     """Attention to the tokens of each request: out [B, Q, Hq, R] and lse [B, Q, Hq]."""
-    _, q_len, heads, _ = call.q_latent.shape
     if call.plan is None:
-        call = replace(call, plan=plan_latents(call, heads, q_len))
+        call = replace(call, plan=plan_latents(call))
     return _attend(call, call.pages.block_size)
 
 

@@ -21,5 +21,4 @@ def unsupported_reasons(call: PlanDecode) -> Iterator[str]:
 
 def plan_decode(call: PlanDecode) -> Plan:
     """The schedule for the requests of a call."""
-    plan = mla.plan_latents if isinstance(call.entry, MLAEntry) else gqa.plan_kv
-    return plan(call, call.heads, call.q_len)
+    return mla.plan_latents(call) if isinstance(call.entry, MLAEntry) else gqa.plan_kv(call)

@@ -78,13 +78,13 @@ def batch_invariant_reasons(call: PlanDecode | DecodeMLASparse) -> Iterator[str]
         yield "a request is split depending on what else is in the batch: cannot be batch-invariant"
 
 
-def plan_requests(call: PlanDecode | DecodeCall, config: Config, rows: int, q_len: int) -> Plan:
-    """The schedule for `rows` rows of queries (of `q_len` query tokens) per request and head of the cache."""
+def plan_requests(call: PlanDecode | DecodeCall, config: Config, rows: int) -> Plan:
+    """The schedule for `rows` rows of queries per request and head of the cache."""
     return make_plan(
         call.seq_lens,
         config=config,
         row_tiles=call.pages.num_heads * config.row_tiles(rows),
-        q_len=q_len,
+        q_len=call.q_len,
         window=call.window,
         longest=table_tokens(call.block_tables, call.pages.block_size),
         sms=multiprocessors(),

@@ -20,7 +20,7 @@ _INDEXER: Listed = {IndexerEntry: FORMATS}
 _STATE: Listed = {StateEntry: StateEntry.formats}
 
 
-def _batch_invariant(call: calls.PlanDecode | calls.DecodeMLASparse) -> Iterator[str]:
+def _batch_invariant_reasons(call: calls.PlanDecode | calls.DecodeMLASparse) -> Iterator[str]:
     """A reason against a call that must be batch-invariant."""
     if call.batch_invariant:
         yield "cannot be batch-invariant: the last bits of a result depend on the shape of the batch"
@@ -59,7 +59,7 @@ class XLA(Kernels):
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return entries.gather_entries(call)
 
-    @supports({**_MLA, **_KV}, _batch_invariant)
+    @supports({**_MLA, **_KV}, _batch_invariant_reasons)
     def plan_decode(self, call: calls.PlanDecode) -> None:
         return None  # attention processes all requests together: there is nothing to plan
 
@@ -71,7 +71,7 @@ class XLA(Kernels):
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
         return attention.decode_kv(call)
 
-    @supports(_MLA, _batch_invariant)
+    @supports(_MLA, _batch_invariant_reasons)
     def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
         return sparse.decode_mla_sparse(call)
 

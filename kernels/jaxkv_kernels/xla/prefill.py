@@ -1,8 +1,8 @@
 """Attention of many new tokens to gathered keys and values: to the new ones at once, to earlier ones in chunks.
 
-The gather of the implementation reads entries, and one of two kernels of dense attention (`DenseAttention`) attends to
-them as arrays.  The last Q tokens of each request are gathered and attended to at once.  Earlier tokens are gathered in
-chunks of bounded memory, and the partial results are merged by their log-sum-exps.
+The gather of the implementation reads entries, and its `DenseAttention` attends to them as arrays.  The last Q tokens
+of each request are gathered and attended to at once.  Earlier tokens are gathered in chunks of bounded memory.  Each
+attention returns a result (out, lse), and results are merged by their log-sum-exps.
 """
 
 from abc import ABC, abstractmethod
@@ -23,32 +23,31 @@ from jaxkv_kernels.xla.paged import walk
 ALIGNED = 1024
 """Chunks of this many tokens or more are multiples of it."""
 
-FULL_ROWS = 2 * 132 * 128
-"""Query rows (requests x heads x tokens) that fill a Hopper GPU: two work tiles of 128 rows per multiprocessor."""
-LEAST_KEYS = 1024
-"""The least keys of a part of a chunk."""
 
-FEW_CHUNKS = 2
-"""With at most this many chunks, GPUs run all of them unconditionally, even if there are fewer cached tokens.
-
-XLA's loops and conditions wait for the host, which cost 0.46 ms per layer on an H200.  A chunk without tokens takes
-about 0.15 ms: its keys and values are expanded, but cuDNN skips them."""
+def _one_split(keys: int, rows: int) -> int:
+    return 1
 
 
 class DenseAttention(NamedTuple):
-    """Kernels of attention to keys and values per head that are arrays; see `jaxkv_kernels.xla.expanded`."""
+    """Kernels of attention to keys and values per head that are arrays, and how an implementation calls them."""
 
     attention: Callable[..., tuple[jax.Array, jax.Array]]
+    """As `jaxkv_kernels.xla.expanded.attention`."""
     ragged_attention: Callable[..., tuple[jax.Array, jax.Array]]
-    by_lengths: bool
-    """Whether the kernel skips keys past the lengths of requests, and needs several work tiles per multiprocessor."""
+    """As `jaxkv_kernels.xla.expanded.ragged_attention`."""
+    splits: Callable[[int, int], int] = _one_split
+    """`splits(keys, rows)`: the number of equal splits of a chunk's keys per request, a divisor of it, for so many rows
+    (requests x heads x query tokens).  The kernel attends to splits as to requests of their own."""
+    unconditional_chunks: int = 0
+    """If there is room for at most this many chunks, the kernel attends to all of them, even to those without tokens.
+    Otherwise, a loop runs as many chunks as there are tokens for."""
 
 
-XLA = DenseAttention(expanded.attention, expanded.ragged_attention, by_lengths=False)
+XLA = DenseAttention(expanded.attention, expanded.ragged_attention)
 
 
-class InParts(NamedTuple):
-    """Attention by a kernel that does not need the keys of all heads in one array."""
+class SharedRopeAttention(NamedTuple):
+    """Attention to expanded latents by a kernel for which the rotary keys, which all heads share, are an own array."""
 
     attend: Callable[..., tuple[jax.Array, jax.Array]]
     """`attend(q, k_nope, k_pe, v, kv_lens)` returns out [splits, B, Q, H, V] and lse [splits, B, Q, H]."""
@@ -75,13 +74,13 @@ class Context[C: PrefillMLA | PrefillKV](ABC):
         """Tokens of each request."""
         return lengths_in_table(self.call.seq_lens, self.call.block_tables, self.call.pages.block_size)
 
-    def chunk(self, most: int, q, sequences: int = 1, *, apart: int = 0) -> int:
-        """Tokens per chunk of at most `most` earlier tokens, of each of `sequences`.
+    def chunk(self, most: int, q, sequences: int = 1, *, shared_dims: int = 0) -> int:
+        """Tokens per chunk, if each of `sequences` has at most `most` earlier tokens.
 
-        `apart`: dims of keys that all heads share, not expanded.
+        `shared_dims`: dims of keys that are stored once for all heads.
         """
         heads, value_dim = self.value_shape
-        width = q.shape[-1] - apart + value_dim
+        width = q.shape[-1] - shared_dims + value_dim
         return _chunk(most, self.call.chunk_bytes // (sequences * heads * width * q.dtype.itemsize))
 
     def entries(self, first, counts, total: int) -> tuple[jax.Array, ...]:
@@ -116,7 +115,7 @@ class _Entries(Context[PrefillKV]):
 class _Latents(Context[PrefillMLA]):
     """Attention to keys and values that are expanded from latents."""
 
-    in_parts: InParts | None
+    shared_rope: SharedRopeAttention | None
 
     @property
     @override
@@ -142,10 +141,13 @@ def prefill_mla(
     call: PrefillMLA,
     gather: Callable[[Any], tuple[jax.Array, ...]],
     dense: DenseAttention = XLA,
-    in_parts: InParts | None = None,
+    shared_rope: SharedRopeAttention | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The results of a call by these kernels; `in_parts` attends to earlier tokens if queries are not ragged."""
-    context = _Latents(call, gather, dense, in_parts)
+    """The results of a call by these kernels.
+
+    If queries are not ragged, `shared_rope` attends to earlier tokens in place of `dense`.
+    """
+    context = _Latents(call, gather, dense, shared_rope)
     q = jnp.concatenate([call.q_nope, call.q_pe], axis=-1)
     return _aligned(context, q) if call.cu_q_lens is None else _ragged(context, q, call.cu_q_lens)
 
@@ -185,60 +187,59 @@ def _aligned(context: _Entries | _Latents, q, window: int | None = None) -> tupl
     q = _shifted(q, padding)
 
     def entries(first, counts, size):
-        """Both parts of `counts` [B] entries, at most `size`, from positions `first` [B] on."""
+        """The two arrays [B, size, ...] of `counts` [B] entries per request, from positions `first` [B] on."""
         packed = context.entries(first, counts, batch * size)
         return (_unpacked(x, counts, size) for x in packed)
 
-    found = attend(q, *context.expand(*entries(cached, new, tokens)), new, new, causal=True, window=window)
+    result = attend(q, *context.expand(*entries(cached, new, tokens)), new, new, causal=True, window=window)
     most, begin = context.capacity - tokens, jnp.zeros_like(cached)
     if window is not None:
         most, begin = min(most, window - 1), jnp.maximum(cached - window + 1, 0)
     if most > 0:
         latents = context if isinstance(context, _Latents) else None
-        in_parts = latents.in_parts if latents else None
-        size = context.chunk(most, q, batch, apart=latents.call.q_pe.shape[-1] if latents and in_parts else 0)
-        if in_parts:
-            size += -size % in_parts.multiple
-        splits = 1 if not dense.by_lengths else _splits(size, batch * heads * tokens)
+        shared_rope = latents.shared_rope if latents else None
+        size = context.chunk(most, q, batch, shared_dims=latents.call.q_pe.shape[-1] if latents and shared_rope else 0)
+        if shared_rope:
+            size += -size % shared_rope.multiple
+        splits = dense.splits(size, batch * heads * tokens)
 
-        def with_chunk(i, state):
+        def with_chunk(i, result):
             first = jnp.minimum(begin + i * size, cached)
             counts = jnp.minimum(cached - first, size)
-            if latents and in_parts:
+            if latents and shared_rope:
                 kv_c, k_pe = entries(first, counts, size)
                 k_nope, v = latents.products(kv_c)
-                results = in_parts.attend(q, k_nope, k_pe, v, counts)
-                return reduce(_merged, zip(*results, strict=True), state)
+                results = shared_rope.attend(q, k_nope, k_pe, v, counts)
+                return reduce(_merged, zip(*results, strict=True), result)
             k, v = context.expand(*entries(first, counts, size))
             if window is not None:
                 # cuDNN has no mask for windows that begin in different places.
                 options = {"causal": False, "window": window, "offset": cached - first}
-                return _merged(state, expanded.attention(q, k, v, new, counts, scale=scale, **options))
-            # Parts of the keys become requests of their own.
+                return _merged(result, expanded.attention(q, k, v, new, counts, scale=scale, **options))
+            # Splits of the keys become requests of their own.
             k, v = (x.reshape(batch * splits, size // splits, *x.shape[2:]) for x in (k, v))
             starts = jnp.arange(splits, dtype=jnp.int32) * (size // splits)
             kv_lens = jnp.clip(counts[:, None] - starts, 0, size // splits).reshape(-1)
             queries, q_lens = (jnp.repeat(x, splits, axis=0) for x in (q, new))
             results = attend(queries, k, v, q_lens, kv_lens, causal=False)
             results = (jnp.moveaxis(x.reshape(batch, splits, *x.shape[1:]), 1, 0) for x in results)
-            return reduce(_merged, zip(*results, strict=True), state)
+            return reduce(_merged, zip(*results, strict=True), result)
 
-        found = _with_chunks(
-            found, with_chunk, -(-(cached - begin).max() // size), -(-most // size) if dense.by_lengths else None
-        )
-    out, lse = found
+        chunks = -(-(cached - begin).max() // size)
+        result = _with_chunks(result, with_chunk, chunks, -(-most // size), dense.unconditional_chunks)
+    out, lse = result
     return _padded(out, padding, 0), _padded(lse, padding, -jnp.inf)
 
 
-def _with_chunks(found, with_chunk, count, most: int | None) -> tuple[jax.Array, jax.Array]:
-    """(out, lse) `found`, merged with those of `count` chunks by `with_chunk(i, found)`.
+def _with_chunks(result, with_chunk, count, most: int, unconditional: int) -> tuple[jax.Array, jax.Array]:
+    """`result` (out, lse), merged with those of `count` chunks by `with_chunk(i, result)`.
 
-    `most` is the most chunks that there may be, if the kernel is cheap for chunks without tokens (`by_lengths`).
+    If there is room for at most `unconditional` chunks, all `most` of them run, and `count` is not used.
     """
-    dtype = found[0].dtype
-    if most is not None and most <= FEW_CHUNKS:
-        found = found[0].astype(jnp.float32), found[1]
-        out, lse = reduce(lambda state, i: with_chunk(jnp.int32(i), state), range(most), found)
+    dtype = result[0].dtype
+    if most <= unconditional:
+        result = result[0].astype(jnp.float32), result[1]
+        out, lse = reduce(lambda result, i: with_chunk(jnp.int32(i), result), range(most), result)
         return out.astype(dtype), lse
 
     def run(out, lse):
@@ -246,7 +247,7 @@ def _with_chunks(found, with_chunk, count, most: int | None) -> tuple[jax.Array,
         return out.astype(dtype), lse
 
     # Without cached tokens, the results are not converted to float32 and back.
-    return lax.cond(count > 0, run, lambda *found: found, *found)
+    return lax.cond(count > 0, run, lambda *result: result, *result)
 
 
 def _ragged(context: _Latents, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
@@ -265,21 +266,21 @@ def _ragged(context: _Latents, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
     new = jnp.minimum(lengths, ends - starts)
     cached = lengths - new
 
-    def part(first, counts, size, *, causal):
-        """Attention to `counts` [B] tokens, at most `size` in all, from positions `first` [B] on."""
+    def attend_to(first, counts, size, *, causal):
+        """The result of attention to `counts` [B] tokens, at most `size` in all, from positions `first` [B] on."""
         k, v = context.expand(*context.entries(first, counts, size))
         return attend(q, k, v, ends - new, new, sums_from_0(counts)[:-1], counts, causal=causal)
 
-    found = part(cached, new, rows, causal=True)
+    result = attend_to(cached, new, rows, causal=True)
     before = sums_from_0(cached)
     size = context.chunk(len(lengths) * context.capacity, q)
 
-    def with_chunk(i, state):
+    def with_chunk(i, result):
         first, last = (jnp.clip(bound - before[:-1], 0, cached) for bound in (i * size, (i + 1) * size))
-        return _merged(state, part(first, last - first, size, causal=False))
+        return _merged(result, attend_to(first, last - first, size, causal=False))
 
-    most = -(-len(lengths) * context.capacity // size) if dense.by_lengths else None
-    return _with_chunks(found, with_chunk, -(-before[-1] // size), most)
+    most = -(-len(lengths) * context.capacity // size)
+    return _with_chunks(result, with_chunk, -(-before[-1] // size), most, dense.unconditional_chunks)
 
 
 def _chunk(most: int, tokens: int) -> int:
@@ -294,20 +295,12 @@ def _chunk(most: int, tokens: int) -> int:
     return min(-(-equal // ALIGNED) * ALIGNED, tokens // ALIGNED * ALIGNED, most)
 
 
-def _splits(size: int, rows: int) -> int:
-    """Into how many parts the keys of a chunk are divided, so that work tiles of 128 query rows fill a GPU."""
-    splits = 1
-    while rows * splits < FULL_ROWS and size % (2 * splits * LEAST_KEYS) == 0:
-        splits *= 2
-    return splits
+def _merged(result, other) -> tuple[jax.Array, jax.Array]:
+    """Merges two results (out, lse), in the dtype of the first `out`.  One without keys has out 0 and lse -inf.
 
-
-def _merged(state, part) -> tuple[jax.Array, jax.Array]:
-    """Merges two pairs (out, lse), in the dtype of the first `out`.  One without keys has out 0 and lse -inf.
-
-    `merge_states` would take a NaN in `lse`, which a NaN in the cache causes, for a part without keys.
+    `merge_states` is not used, because it treats a NaN in `lse`, which a NaN in the cache causes, as no keys.
     """
-    (out, lse), (other_out, other_lse) = state, part
+    (out, lse), (other_out, other_lse) = result, other
     total = jnp.logaddexp(lse, other_lse)
     top = jnp.where(total == -jnp.inf, 0, total)
     weight, other_weight = (jnp.exp(x - top)[..., None] for x in (lse, other_lse))

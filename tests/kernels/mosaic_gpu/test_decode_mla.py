@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv.ops import OPERATIONS
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.decode import GATHERED, by_slots
+from jaxkv_kernels.mosaic_gpu.epilogue import KernelResults
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan
@@ -307,7 +308,7 @@ def test_explain_reports_why_a_layout_is_unsupported(reason):
 
 def test_without_a_hopper_gpu_the_reason_is_the_device():
     for operation in OPERATIONS:
-        reasons = MosaicGPU.support(operation.name).unavailable()
+        reasons = MosaicGPU.support(operation.name).unavailable_reasons()
         if not reasons:
             pytest.skip("this is a Hopper GPU")
         assert reasons[0].startswith("needs ")
@@ -342,7 +343,7 @@ def test_pieces_are_combined(rows, slots, count):
     )
     before, before_lse = jnp.full((2, rows, 512), 7, jnp.bfloat16), jnp.full((2, rows), 7, jnp.float32)
     pieces = (jnp.asarray(x) for x in (values.astype(np.float16), lse, scales))
-    out, out_lse = combine(before, before_lse, *pieces, plan, rows=rows, interpret=True)
+    out, out_lse = combine(KernelResults(before, before_lse, *pieces), plan, rows=rows, interpret=True)
 
     weights = np.exp2(lse[mine].astype(np.float64) - lse[mine].max(axis=0).clip(-99))
     total = weights.sum(axis=0)
