@@ -27,7 +27,7 @@ def brief(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [("deepseek_v2_lite", "fp8"), ("deepseek_v32", "fp8_ds_mla"), ("llama", "fp8")]
+    ("family", "form"), [further("deepseek_v2_lite", "fp8"), further("deepseek_v32", "fp8_ds_mla"), ("llama", "fp8")]
 )
 def test_sizes_and_the_time_of_a_step_are_printed(family, form, capsys):
     assert (

@@ -77,7 +77,7 @@ ENTRIES = {
     "keys and values": lambda: jaxkv.KVEntry("toy8", head_dim=16, value_dim=8),
     "indexer keys": lambda: jaxkv.IndexerEntry("toy8", head_dim=32),
 }
-LAYOUTS = ("LHBNC", "BLNHC padded", "packed, bfloat16", "gaps, offset")
+LAYOUTS = ("packed, bfloat16", "gaps, offset", "LHBNC", "BLNHC padded")
 
 
 @pytest.fixture(autouse=True)

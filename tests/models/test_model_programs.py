@@ -158,7 +158,7 @@ WITHOUT_COPIES = {
 @pytest.mark.parametrize(
     ("values", "batch"),
     [
-        pytest.param(values, batch, id=f"{name}-{batch}")
+        pytest.param(values, batch, id=f"{name}-{batch}", marks=() if batch == 1 else pytest.mark.ci)
         for name, (values, *batches) in WITHOUT_COPIES.items()
         for batch in batches
     ],

@@ -234,9 +234,7 @@ SIZES = dict(num_blocks=14, block_size=16, max_requests=2, chunk=16, max_chunks=
 
 
 class TestServing:
-    @pytest.mark.parametrize(
-        ("family", "devices"), [("deepseek_v3", 4), pytest.param("deepseek_v32", 2, marks=pytest.mark.slow)]
-    )
+    @pytest.mark.parametrize(("family", "devices"), [further("deepseek_v3", 4), slow("deepseek_v32", 2)])
     def test_replicas_serve_the_recorded_prompts(self, family, devices):
         """Engines have different numbers of requests, and some have none while others prefill."""
         model = models.load(FOLDER / family, dtype="float32", parallel=divided(devices))

@@ -228,7 +228,7 @@ def test_the_indexer_is_replicated():
     assert {weight.sharding.is_fully_replicated for weight in indexer.values()} == {True}
 
 
-@pytest.mark.parametrize("divided", [partial(tensor, 2), partial(context, 2)], ids=["tensor", "context"])
+@pytest.mark.parametrize("divided", [further(partial(tensor, 2)), partial(context, 2)], ids=["tensor", "context"])
 def test_no_program_copies_the_cache(divided):
     model = load(SMALL, divided())
     cache = model.cache(2**13)

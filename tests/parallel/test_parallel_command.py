@@ -9,13 +9,13 @@ import pytest
 from jaxkv.bench import parallel as command
 from jaxkv.bench.timing import Ceilings
 from jaxkv.cli import main
-from support.cases import further
 from support.many_devices import on_several_devices
 
 pytestmark = on_several_devices
 
 
-@pytest.mark.parametrize("divided", [further("context"), "tensor"])
+@pytest.mark.ci
+@pytest.mark.parametrize("divided", ["context", "tensor"])
 def test_the_command(divided, tmp_path, monkeypatch, capsys):
     """Both devices have what they should, and give what one gives."""
     monkeypatch.setattr(command, "measure_ceilings", lambda *_, **__: Ceilings(1e9, 1e9, 1e12))

@@ -61,6 +61,7 @@ def test_xla_is_right(operation, capsys):
     assert re.match(r"5 calls of xla on .*: 0 wrong", last)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_planned_attention_is_supported_where_the_plan_is(implementation, monkeypatch):
     assume_available(monkeypatch, implementation)
@@ -327,6 +328,7 @@ def test_a_bit_is_a_difference():
     assert differ(jnp.zeros(2), -jnp.zeros(2)) == np.inf
 
 
+@pytest.mark.ci
 def test_draws_are_of_every_kind():
     drawn = [families.draw_case(seed, "xla") for seed in range(700)]
     layouts = [case.layout for case in drawn]

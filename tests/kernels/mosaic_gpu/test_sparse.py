@@ -256,7 +256,7 @@ class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
 class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     """Numerics, barriers and races of a few cases, each of which takes the interpreter many seconds."""
 
-    @pytest.mark.parametrize("form", ["bf16", further("fp8"), "fp8_ds_mla"])
+    @pytest.mark.parametrize("form", [further("bf16"), further("fp8"), "fp8_ds_mla"])
     def test_two_row_tiles_sinks_counts_and_splits(self, form):
         heads = 72
         sinks = np.random.default_rng(0).normal(0, 3, heads).astype(np.float32)
