@@ -292,7 +292,7 @@ def test_explain_reports_unsupported_entries(reason):
         write = jaxkv.explain(jaxkv.write_mla, cache, *new, shape(5), layer=0, **scale)
         gather = jaxkv.explain(jaxkv.gather_mla, cache, shape(2, 4), shape(3), layer=0, total=9, **scale)
     for found in (write, gather):
-        assert found.chosen == "xla"
+        assert found.chosen != "mosaic_gpu"
         assert found.reasons["mosaic_gpu"][0].startswith(reason), found
 
 
@@ -306,5 +306,5 @@ def test_explain_reports_unsupported_blocks():
         cache = jaxkv.KVCache(shape(layout.size, dtype=layout.dtype), layout)
         with interpreting(True):
             found = jaxkv.explain(jaxkv.read_blocks, cache, shape(3))
-        assert found.chosen == "xla"
+        assert found.chosen != "mosaic_gpu"
         assert found.reasons["mosaic_gpu"][0] == reason

@@ -271,5 +271,5 @@ def test_explain_reports_why_a_layout_is_unsupported(reason):
     cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
     with interpreting(True):
         found = jaxkv.explain(jaxkv.decode_kv, q, cache, tables, lengths, layer=0, scale=1.0)
-        assert found.chosen == "xla"
+        assert found.chosen != "mosaic_gpu"
         assert any(given.startswith(reason) for given in found.reasons["mosaic_gpu"]), found

@@ -83,7 +83,7 @@ def test_parts_too_large_for_a_tile_are_rejected():
     new = [jax.ShapeDtypeStruct((5, n), jnp.bfloat16) for n in entry.sizes]
     found = jaxkv.explain(jaxkv.write_mla, cache, *new, jax.ShapeDtypeStruct((5,), jnp.int32), layer=0)
     assert found.reasons["triton"][-1].startswith("part of 2097152 values: supports at most 1048576")
-    assert found.chosen == "xla"
+    assert found.chosen != "triton"
 
 
 def writes(layout):

@@ -57,7 +57,7 @@ class GatherChecks(Suite):
         for part, packed, right in zip(found, twin, self.expected(scene, runs, keywords["total"]), strict=True):
             assert part.dtype == keywords["dtype"]
             assert_same_bits(part, packed)
-            rounded = entry.codec.scaled or entry.format == "int8"  # by the product with a scale of any value
+            rounded = entry.codec.scaled or entry.codec.in_float32  # by the product with a scale of any value
             assert_close(part, right.reshape(part.shape), roundings=4 if rounded else 0)
 
 
