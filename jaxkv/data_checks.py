@@ -95,7 +95,9 @@ def check_tables(block_tables, first, lengths, pages, name="seq_lens", most=None
 def check_ids(name, blocks, pages, used=None):
     """Checks that block ids are in the cache, where `used` is true."""
     inside = (blocks >= 0) & (blocks < pages.num_blocks)
-    require(inside if used is None else inside | ~used, name, blocks, f"the cache has blocks 0 to {pages.num_blocks - 1}")
+    require(
+        inside if used is None else inside | ~used, name, blocks, f"the cache has blocks 0 to {pages.num_blocks - 1}"
+    )
 
 
 def check_live_entries(cache, slots, live, layer, name="cache"):

@@ -412,7 +412,8 @@ def copied(folder: Path) -> Path:
 
 def environment(copy: Path) -> dict[str, str]:
     """Python finds the copy first, even if jaxkv is installed."""
-    return {**os.environ, "PYTHONPATH": f"{copy}{os.pathsep}{copy / 'kernels'}", "JAX_PLATFORMS": "cpu"}
+    paths = [str(copy), str(copy / "kernels"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "JAX_PLATFORMS": "cpu"}
 
 
 def check_imports(copy: Path) -> None:

@@ -15,6 +15,7 @@ import jaxkv.models
 from jaxkv.bench import random_models, step
 from jaxkv.bench.kernel_times import KernelTimes
 from jaxkv.cli import main
+from support.cases import further
 from support.many_devices import on_several_devices
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
@@ -26,7 +27,7 @@ def brief(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("family", "form"), [("deepseek_v2_lite", "fp8"), ("deepseek_v32", "fp8_ds_mla"), ("llama", "fp8")]
+    ("family", "form"), [further("deepseek_v2_lite", "fp8"), further("deepseek_v32", "fp8_ds_mla"), ("llama", "fp8")]
 )
 def test_sizes_and_the_time_of_a_step_are_printed(family, form, capsys):
     assert (
@@ -92,8 +93,8 @@ def test_a_step_of_a_prefill(capsys):
 @pytest.mark.parametrize(
     ("family", "parallel", "options"),
     [
-        ("deepseek_v32", "expert", ["--entry-format", "fp8_ds_mla"]),
-        ("deepseek_v2_lite", "data-expert", []),
+        further("deepseek_v32", "expert", ["--entry-format", "fp8_ds_mla"]),
+        further("deepseek_v2_lite", "data-expert", []),
         ("llama", "context", ["--new-tokens", "3"]),
     ],
 )

@@ -37,6 +37,7 @@ from checks.calls import (
     write_mla,
 )
 from jaxkv.ops import OPERATIONS as DECLARED
+from support.cases import further
 from support.compare import assert_same_bits
 
 WITHOUT_DATA_TO_CHECK = {"select_topk", "merge_states", "select_experts", "scaled_linear"}
@@ -177,7 +178,7 @@ def test_good_calls_pass_and_give_what_unchecked_ones_give(operation):
         assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("layer", [-1, LAYERS, 2**31 - 1])
+@pytest.mark.parametrize("layer", [further(-1), LAYERS, further(2**31 - 1)])
 @pytest.mark.parametrize("operation", OF_LAYERS, ids=lambda operation: operation.__name__)
 def test_traced_layer_out_of_range(operation, layer):
     check = jaxkv.checked(lambda layer: operation(layer=layer))

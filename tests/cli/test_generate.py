@@ -339,6 +339,7 @@ def test_another_entry_format_is_printed(capsys):
     assert "MLAEntry(format='bf16', latent=128, rope=8)" in capsys.readouterr().err
 
 
+@pytest.mark.ci
 def test_scales_are_found_with_the_prompts_of_a_file(tmp_path, monkeypatch, capsys):
     served, file = [], tmp_path / "prompts.txt"
     monkeypatch.setattr(serving, "Engine", lambda model, **options: served.append(model) or Engine(model, **options))

@@ -32,6 +32,7 @@ def test_there_are_notebooks():
     assert NOTEBOOKS
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "path", [slow(path) if path.stem in LONG else path for path in NOTEBOOKS], ids=lambda path: path.stem
 )

@@ -30,6 +30,7 @@ def test_the_ten_lines_run():
     assert scope["lse"].shape == (1, 16)
 
 
+@pytest.mark.ci
 def test_the_whole_model_runs(capsys):
     code = code_in("jaxkv/serving")
     exec(code.replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), {})
@@ -37,6 +38,7 @@ def test_the_whole_model_runs(capsys):
     assert sorted(line.split()[0] for line in printed) == ["0"] * 100 + ["1"] * 100
 
 
+@pytest.mark.ci
 def test_the_engine_finds_prefixes_of_an_earlier_run(tmp_path):
     code = code_in("jaxkv/serving", "from jaxkv import models, offload")
     code = code.replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3")))

@@ -13,6 +13,7 @@ from jaxkv_kernels.formats import FORMATS, Format, register
 from jaxkv_kernels.formats.bits import corrected_quotient, largest_magnitude, power_of_two_scale
 from jaxkv_kernels.formats.format import join, split_by_page, together
 from support import oracle, scenes, suites
+from support.cases import further
 
 LARGEST, SMALLEST_EXPONENT = 127, -126
 
@@ -117,7 +118,8 @@ def test_encodes_to_the_bytes_of_the_oracle(kind, row):
 def on_layouts(*kinds):
     """Parametrises `kind` and `name`; tokens of split pages cannot lie apart."""
     cases = [(kind, name) for kind in kinds for name in LAYOUTS if (kind, name) != ("latents in pages", "gaps, offset")]
-    return pytest.mark.parametrize(("kind", "name"), cases)
+    some = [case if case[1] in LAYOUTS[1:3] else further(*case) for case in cases]
+    return pytest.mark.parametrize(("kind", "name"), some)
 
 
 def make(kind, name):

@@ -14,7 +14,7 @@ import safetensors.numpy
 import jaxkv
 from jaxkv import models, serving
 from models.checkpoints.mtp import with_mtp
-from support.cases import slow
+from support.cases import further, slow
 from support.compare import assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 from support.recorded import FOLDER, recorded
@@ -70,7 +70,9 @@ def error(model, right, prompt):
     return np.median(np.linalg.norm(found - right, axis=-1) / np.linalg.norm(right, axis=-1))
 
 
-@pytest.mark.parametrize("family", ["youtu", slow("deepseek_v3"), slow("deepseek_v32"), slow("longcat_flash"), "llama"])
+@pytest.mark.parametrize(
+    "family", [further("youtu"), slow("deepseek_v3"), slow("deepseek_v32"), slow("longcat_flash"), "llama"]
+)
 def test_calibrated_scales_beat_scale_1_on_a_model_with_large_entries(family, tmp_path):
     folder = checkpoint(tmp_path, family, enlarge)
     short, *_, long = sorted(prompts(family), key=len)

@@ -1,5 +1,7 @@
 """Configurations drawn at random, as Hugging Face Transformers saves them: the same tokens and logits."""
 
+import itertools
+
 import jax
 import numpy as np
 import pytest
@@ -7,7 +9,7 @@ import pytest
 from jaxkv import models
 from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.parameters import parameters, spellings, unused
-from support.cases import slow
+from support.cases import further, slow
 from support.drawn import FOLDER, cases, write
 from support.logits import logits_of
 
@@ -28,11 +30,16 @@ BY_DEFAULT = {
 }
 """The cases that are not slow: small ones, of unlike families.  Those of DeepSeek-V3, GLM and Kimi have such small
 latents that the epsilon of their norms decides logits."""
-SOME = [
-    (family, number) if BY_DEFAULT.get(family) == number else slow(family, number)
-    for family in FAMILIES
-    for number in range(CASES)
-]
+QUICK = ("deepseek_v3", "gpt_oss", "longcat_flash", "qwen3")
+"""The families whose cases run by default; those of the others run in CI."""
+
+
+def chosen(family, number):
+    if BY_DEFAULT.get(family) != number:
+        return slow(family, number)
+    return pytest.param(family, number) if family in QUICK else further(family, number)
+
+
 TOLERANCE = 1e-4  # of logits, relative to the largest, as in test_models.py
 
 
@@ -48,7 +55,7 @@ def test_all_configurations_are_read_and_have_these_weights(family, tmp_path):
             checkpoint.check(weights, unused(config, checkpoint.names))
 
 
-@pytest.mark.parametrize(("family", "number"), SOME)
+@pytest.mark.parametrize(("family", "number"), [chosen(*each) for each in itertools.product(FAMILIES, range(CASES))])
 def test_tokens_and_logits(family, number, tmp_path):
     case = cases(family)[number]
     write(tmp_path, case)

@@ -12,7 +12,7 @@ import pytest
 
 import jaxkv
 import jaxkv.models
-from support.cases import slow
+from support.cases import further, slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 FAMILIES = [
@@ -54,6 +54,20 @@ HEADS = {"gpt_oss", "llama", "qwen3", "qwen3_moe", "qwen3_next", "smollm3"}
 
 SAME_LAYERS = ("deepseek_v3_sharded", "deepseek_v3_yarn", "kimi", "kimi_k25")
 """Families whose layers are those of `deepseek_v3` with other numbers, rotary embeddings or names of weights."""
+
+ALIKE = (
+    *("gpt_oss", "qwen3", "qwen3_next", "smollm3"),
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v2_lite",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "glm5",
+    "mistral4",
+    "moonlight",
+    "youtu",
+)
+"""Families whose prompts run in one piece by default, or whose layers have parts that those of other families have."""
 
 families = pytest.mark.parametrize("family", FAMILIES)
 WHOLE_PROMPTS = [
@@ -191,7 +205,9 @@ def test_whole_prompts(family):
     Requests(family).run_prompts().check(count=1)
 
 
-@pytest.mark.parametrize("family", [slow(family) if family in SAME_LAYERS else family for family in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [slow(name) if name in SAME_LAYERS else further(name) if name in ALIKE else name for name in FAMILIES]
+)
 def test_prompts_in_chunks_and_requests_that_join_and_leave_at_different_steps(family):
     Requests(family).run(chunk=48, joins=(10, 3, 0, 7, 5)).check()
 

@@ -8,7 +8,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv.models import NewTokens
 from jaxkv.models.batch import SubBatch
-from support.cases import slow
+from support.cases import further, slow
 from support.many_devices import mesh_of, on_several_devices
 from support.recorded import FOLDER, recorded
 
@@ -82,7 +82,9 @@ def test_rows_may_be_expanded_and_attend_to_earlier_rows():
 
 
 @on_several_devices
-@pytest.mark.parametrize("parallel", [models.DataParallel, *map(slow, (models.TensorParallel, models.ContextParallel))])
+@pytest.mark.parametrize(
+    "parallel", [further(models.DataParallel), *map(slow, (models.TensorParallel, models.ContextParallel))]
+)
 def test_several_batches_on_several_devices(parallel):
     family, mesh = "youtu", mesh_of(2)
     model = models.load(FOLDER / family, dtype="float32", parallel=parallel(mesh, "x"))

@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv.models
 from jaxkv.models.config import GQA, MLA, CompressedAttention
-from support.cases import slow
+from support.cases import further, slow
 from support.logits import logits_of
 from support.recorded import FOLDER, recorded
 
@@ -32,10 +32,12 @@ def error(found, right):
 
 
 # Latents, some of them selected, and keys and values; the compressed entries of DeepSeek-V4 take longer.
-QUICK = ("deepseek_v2_lite", "deepseek_v32", "llama")
+QUICK, IN_CI = ("llama",), ("deepseek_v2_lite", "deepseek_v32")
 
 
-@pytest.mark.parametrize("family", [family if family in QUICK else slow(family) for family in FAMILIES])
+@pytest.mark.parametrize(
+    "family", [name if name in QUICK else further(name) if name in IN_CI else slow(name) for name in FAMILIES]
+)
 def test_logits_with_quantised_entries(family):
     """How much a model amplifies errors of its entries, bf16 entries in the float32 model tell.
 

@@ -16,12 +16,16 @@ import jaxkv_kernels
 from jaxkv import dispatch
 from jaxkv.ops import OPERATIONS
 from support import calls
-from support.cases import slow
+from support.cases import further, slow
 from support.many_devices import mesh_of, on_several_devices
 from support.opaque import Opaque
 
 every_call = pytest.mark.parametrize("name", calls.ARGUMENTS)
-usual_calls = pytest.mark.parametrize("name", [slow(name) if "," in name else name for name in calls.ARGUMENTS])
+LONG = {"prefill_kv", "prefill_mla", "ragged_paged_attention", "mla_ragged_paged_attention"}
+"""Calls whose parts are calls of other names."""
+usual_calls = pytest.mark.parametrize(
+    "name", [slow(name) if "," in name else further(name) if name in LONG else name for name in calls.ARGUMENTS]
+)
 
 
 def test_every_public_function_has_a_call():

@@ -112,6 +112,7 @@ def foreign_layout(tail, num_blocks=20_000):
     )
 
 
+@pytest.mark.ci
 def test_a_buffer_that_no_stride_divides_is_served_where_it_is():
     layout = foreign_layout(tail=12)
     with pytest.raises(ValueError, match=r"2211860017 elements .* outer strides must divide the size"):

@@ -17,7 +17,7 @@ from jaxkv_kernels.xla import entries, expanded
 from jaxkv_kernels.xla.prefill import least_by_flops
 from support import oracle, scenes
 from support.available import assume_available
-from support.cases import each_value, on_layouts
+from support.cases import each_value, further, on_layouts
 from support.compare import assert_close, assert_same_bits
 
 HEADS, NOPE, VALUE, SCALE = 3, 24, 20, 0.17
@@ -138,7 +138,7 @@ def test_is_absorbed_attention_with_other_sums():
     assert_close(found_lse, lse, roundings=64, magnitude=4)
 
 
-@pytest.mark.parametrize("form", ["f32", "fp8", "fp8_ds_mla"])
+@pytest.mark.parametrize("form", [further("f32"), further("fp8"), "fp8_ds_mla"])
 def test_in_chunks_as_at_once(form):
     """A prompt that is prefilled in chunks sees the same entries, also those that are rounded by their format."""
     entry = jaxkv.MLAEntry(form, latent=128, rope=16)

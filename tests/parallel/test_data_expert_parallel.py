@@ -17,7 +17,7 @@ from jaxkv import models, serving
 from jaxkv.models.parallel import exchange
 from jaxkv.models.parallel.expert import local_experts
 from models.checkpoints.mtp import with_mtp
-from support.cases import slow
+from support.cases import further, slow
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 from support.recorded import FOLDER, recorded
@@ -90,7 +90,7 @@ def generate(model, prompts, count):
 
 @pytest.mark.parametrize(
     ("family", "room"),
-    [("deepseek_v32", None), ("deepseek_v3", 5), slow("deepseek_v3", None), slow("deepseek_v32", 5)],
+    [further("deepseek_v32", None), ("deepseek_v3", 5), slow("deepseek_v3", None), slow("deepseek_v32", 5)],
 )
 def test_tokens_on_eight_devices(family, room, tmp_path, monkeypatch):
     """Tokens are gathered, or sent: with room for 5 tokens per pair of devices, a prefill takes several rounds."""
@@ -234,9 +234,7 @@ SIZES = dict(num_blocks=14, block_size=16, max_requests=2, chunk=16, max_chunks=
 
 
 class TestServing:
-    @pytest.mark.parametrize(
-        ("family", "devices"), [("deepseek_v3", 4), pytest.param("deepseek_v32", 2, marks=pytest.mark.slow)]
-    )
+    @pytest.mark.parametrize(("family", "devices"), [further("deepseek_v3", 4), slow("deepseek_v32", 2)])
     def test_replicas_serve_the_recorded_prompts(self, family, devices):
         """Engines have different numbers of requests, and some have none while others prefill."""
         model = models.load(FOLDER / family, dtype="float32", parallel=divided(devices))

@@ -10,6 +10,7 @@ import pytest
 
 from jaxkv import models, serving
 from models.checkpoints.mtp import with_mtp
+from support.cases import further
 from support.compare import assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 from support.recorded import FOLDER, recorded
@@ -32,7 +33,7 @@ def served(engine, family, count):
 @pytest.mark.parametrize(
     ("family", "devices"),
     [
-        ("deepseek_v3", 4),
+        further("deepseek_v3", 4),
         pytest.param("deepseek_v32", 2, marks=pytest.mark.slow),
         pytest.param("deepseek_v2_lite", 2, marks=pytest.mark.slow),
         pytest.param("longcat_flash", 2, marks=pytest.mark.slow),  # its logits are those of one device, see below

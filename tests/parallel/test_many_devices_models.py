@@ -15,6 +15,7 @@ from jaxkv.offload import HostPool
 from jaxkv.serving.program import run_layers
 from jaxkv.serving.step_inputs import InputBatch
 from support import toy_model
+from support.cases import further
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 from support.recorded import FOLDER, recorded
@@ -63,11 +64,13 @@ def serve(engine, family, count=12):
 @pytest.mark.parametrize(
     ("family", "divided"),
     [
-        pytest.param("deepseek_v32", partial(tensor, 2), id="tensor 2"),
+        pytest.param("deepseek_v32", partial(tensor, 2), id="tensor 2", marks=pytest.mark.ci),
         pytest.param("deepseek_v3", partial(tensor, 4), id="tensor 4", marks=pytest.mark.slow),
         pytest.param("deepseek_v2_lite", partial(context, 2), id="context 2 by token", marks=pytest.mark.slow),
         pytest.param("youtu", partial(context, 8, 2), id="context 8 by block"),
-        pytest.param("glm5", partial(context, 2, 4), id="sparse context 2"),  # some layers share selected tokens
+        pytest.param(  # some layers share selected tokens
+            "glm5", partial(context, 2, 4), id="sparse context 2", marks=pytest.mark.ci
+        ),
         pytest.param("deepseek_v32", partial(context, 2, 4), id="sparse context 2, V3.2", marks=pytest.mark.slow),
         # What these divide is divided in other families, too.
         *(
@@ -91,7 +94,7 @@ def test_the_engine(family, divided):
     assert sent_back
 
 
-@pytest.mark.parametrize("family", [SMALL, "llama"])
+@pytest.mark.parametrize("family", [further(SMALL), "llama"])
 def test_replicas_serve_the_recorded_prompts(family):
     served = serving.Replicas(
         load(family, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
@@ -225,7 +228,7 @@ def test_the_indexer_is_replicated():
     assert {weight.sharding.is_fully_replicated for weight in indexer.values()} == {True}
 
 
-@pytest.mark.parametrize("divided", [partial(tensor, 2), partial(context, 2)], ids=["tensor", "context"])
+@pytest.mark.parametrize("divided", [further(partial(tensor, 2)), partial(context, 2)], ids=["tensor", "context"])
 def test_no_program_copies_the_cache(divided):
     model = load(SMALL, divided())
     cache = model.cache(2**13)

@@ -14,6 +14,7 @@ from support.many_devices import on_several_devices
 pytestmark = on_several_devices
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("divided", ["context", "tensor"])
 def test_the_command(divided, tmp_path, monkeypatch, capsys):
     """Both devices have what they should, and give what one gives."""
@@ -35,6 +36,7 @@ def test_the_command(divided, tmp_path, monkeypatch, capsys):
         assert (row["collective_ms"] is None) == (row["devices"] == 1)
 
 
+@pytest.mark.ci
 def test_values_may_be_wider_than_latents(monkeypatch, capsys):
     """Attention to V4's entries also sums their rotary parts."""
     monkeypatch.setattr(command, "measure_ceilings", lambda *_, **__: Ceilings(1e9, 1e9, 1e12))

@@ -12,7 +12,7 @@ from jaxkv import KVCache, models
 from jaxkv.serving import program
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.step_inputs import InputBatch
-from support.cases import slow
+from support.cases import further, slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 
@@ -42,7 +42,7 @@ def one_trace(monkeypatch):
         monkeypatch.setattr(program, function, chex.assert_max_traces(getattr(program, function), n=2))
 
 
-@pytest.mark.parametrize("family", [pytest.param("deepseek_v3", marks=pytest.mark.slow), "deepseek_v32", "llama"])
+@pytest.mark.parametrize("family", [slow("deepseek_v3"), further("deepseek_v32"), "llama"])
 def test_twenty_requests_come_and_go(family, one_trace):
     # Requests of one prompt come in pairs and share it.  17 blocks of 16 tokens, which the longest request takes:
     # some wait, and some are computed again.
@@ -64,6 +64,7 @@ def test_twenty_requests_come_and_go(family, one_trace):
     assert served.pool.num_free == 17
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("order", ["LBNHC", slow("BLNHC")])
 def test_all_lengths_at_once_in_chunks_of_seven(order, one_trace):
     served = Engine(model(), num_blocks=10, order=order, max_requests=5, chunk=7)
@@ -76,12 +77,14 @@ def test_all_lengths_at_once_in_chunks_of_seven(order, one_trace):
 
 DISTINCT = {"deepseek_v32", "deepseek_v4", "gpt_oss", "kimi_linear", "llama", "longcat_flash", "qwen3_next"}
 """Families whose layers differ most."""
+QUICKEST = {"llama", "longcat_flash"}
+"""Of keys and values, and of latents: these run by default, the other `DISTINCT` ones in CI."""
 
 
 @pytest.mark.parametrize(
     "family",
     [
-        name if name in DISTINCT else slow(name)
+        name if name in QUICKEST else further(name) if name in DISTINCT else slow(name)
         for name in sorted(path.parent.name for path in FOLDER.glob("*/truth.npz"))
     ],
 )

@@ -7,7 +7,7 @@ import pytest
 
 from jaxkv import models, serving
 from jaxkv.offload import DiskPool, HostPool
-from support.cases import slow
+from support.cases import further, slow
 from support.recorded import model, recorded
 
 BLOCK = 16
@@ -65,7 +65,9 @@ def test_cold_and_from_each_tier_the_tokens_are_the_same(family, block_size, ord
     assert host.stats.read == 192 // block_size + 1  # entries of all blocks, and the last state
 
 
-@pytest.mark.parametrize(("family", "chunk"), [("qwen3_next", 64), slow("qwen3_next", 40), slow("kimi_linear", 64)])
+@pytest.mark.parametrize(
+    ("family", "chunk"), [further("qwen3_next", 64), slow("qwen3_next", 40), slow("kimi_linear", 64)]
+)
 def test_requests_come_and_go(family, chunk):
     """So few blocks that some wait and some are computed again."""
     served = engine(family, num_blocks=24, chunk=chunk)

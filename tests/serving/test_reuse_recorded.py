@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv import models, serving
 from jaxkv.offload import DiskPool, HostPool
-from support.cases import slow
+from support.cases import further, slow
 from support.recorded import model, recorded
 
 BLOCK = 16
@@ -43,9 +43,10 @@ def disk_pool(family, folder, order="BLNHC"):
 @pytest.mark.parametrize(
     ("family", "order"),
     [
-        ("deepseek_v32", "BLNHC"),  # latents and the indexer's keys are stored: of 200 tokens each query sees 64
+        # Latents and the indexer's keys are stored: of 200 tokens each query sees 64.
+        further("deepseek_v32", "BLNHC"),
         ("llama", "BLNHC"),
-        ("gpt_oss", "BHLNC"),
+        further("gpt_oss", "BHLNC"),
         slow("smollm3", "BLNHC"),  # keys and values, as those of llama
         # The same code with other sizes.
         *(slow("gpt_oss", order) for order in ("BLNHC", "LBNHC")),

@@ -1,4 +1,8 @@
-"""Which of all combinations a test runs by default; the others are `slow`.  Examples of property-based tests."""
+"""Which of all combinations a test runs by default; the others are `further`, or `slow`.  Examples of property-based
+tests.
+
+`further` cases run in CI (marker `ci`): others of their kind run by default.  `slow` ones find what few faults need.
+"""
 
 import itertools
 
@@ -8,7 +12,7 @@ from hypothesis import strategies as st
 
 from support import scenes
 
-ON_EVERY_LAYOUT = ("bf16", "fp8", "indexer_fp8")
+NUMBERS, BYTES = "bf16", ("fp8", "indexer_fp8")
 """A format of numbers and, for each kind of entry, one of bytes."""
 
 random_numbers = st.integers(0, 2**32 - 1).map(np.random.default_rng)
@@ -21,20 +25,20 @@ WITH_EVERY_FORMAT = ("packed, bfloat16",)
 def on_layouts(entries, *, composed=False):
     """Parametrises `entry` and `name`: every layout that differs, with every entry.
 
-    Each layout with one format of numbers and one of bytes, and each format on one layout, show what depends on a
-    layout or on a format; the other pairs are `slow`.  Operations that are `composed` of others reach entries by these
-    alone, which run on each layout with bytes too: each layout with one format of numbers then shows that they pass
-    the layout on.
+    Each layout with a format of numbers, and each format on one layout, show what depends on a layout or on a format.
+    Each layout with a format of bytes is `further`; the other pairs are `slow`.  Operations that are `composed` of
+    others reach entries by these alone, so that most formats are `further`, and bytes on other layouts `slow`.
     """
-    on_every_layout = ON_EVERY_LAYOUT[:1] if composed else ON_EVERY_LAYOUT
     cases = []
     for entry in entries:
         for name in scenes.layout_names(entry):
-            quick = entry.format in on_every_layout or name in WITH_EVERY_FORMAT
+            of_bytes, with_every_format = entry.format in BYTES, name in WITH_EVERY_FORMAT
+            if entry.format == NUMBERS or (with_every_format and (of_bytes or not composed)):
+                marks = ()
+            else:
+                marks = pytest.mark.ci if with_every_format or (of_bytes and not composed) else pytest.mark.slow
             kind = type(entry).__name__.removesuffix("Entry")
-            cases.append(
-                pytest.param(entry, name, id=f"{kind} {entry.format}, {name}", marks=() if quick else pytest.mark.slow)
-            )
+            cases.append(pytest.param(entry, name, id=f"{kind} {entry.format}, {name}", marks=marks))
     return pytest.mark.parametrize(("entry", "name"), cases)
 
 
@@ -43,12 +47,21 @@ def slow(*values):
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
-def each_value(names, *axes):
-    """Parametrises `names` with the product of the axes, of which every value of every axis runs by default."""
+def further(*values):
+    """A case that runs in CI: others of its kind run by default."""
+    return pytest.param(*values, marks=pytest.mark.ci)
+
+
+def each_value(names, *axes, default=None):
+    """Parametrises `names` with the product of the axes: cases that have every value of every axis, the others slow.
+
+    With `default`, so many of these run by default, and the others are `further`.
+    """
     longest = max(len(axis) for axis in axes)
-    quick = {tuple(i % len(axis) for axis in axes) for i in range(longest)}
+    chosen = [tuple(i % len(axis) for axis in axes) for i in range(longest)]
     cases = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
         values = [axis[i] for axis, i in zip(axes, places, strict=True)]
-        cases.append(pytest.param(*values) if places in quick else slow(*values))
+        case = pytest.param if places in chosen[:default] else further if places in chosen else slow
+        cases.append(case(*values))
     return pytest.mark.parametrize(names, cases)

@@ -22,7 +22,7 @@ from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.xla.kernels import XLA
 from support import kernels
 from support.available import assume_available
-from support.cases import slow
+from support.cases import further, slow
 from support.compare import assert_close
 
 
@@ -51,6 +51,7 @@ def broken(monkeypatch):
     return add
 
 
+@pytest.mark.ci  # as `jaxkv verify` does
 @pytest.mark.parametrize("operation", families.OPERATIONS)
 def test_xla_is_right(operation, capsys):
     seed = families.OPERATIONS.index(operation)
@@ -60,6 +61,7 @@ def test_xla_is_right(operation, capsys):
     assert re.match(r"5 calls of xla on .*: 0 wrong", last)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
 def test_planned_attention_is_supported_where_the_plan_is(implementation, monkeypatch):
     assume_available(monkeypatch, implementation)
@@ -154,18 +156,18 @@ def counts_empty_parts(kernel):
 
 FAULTS = [
     ("decode_mla", packed_pages),
-    ("decode_mla", one_token_more),
+    further("decode_mla", one_token_more),
     ("decode_mla", slightly_off),
     slow("decode_kv", packed_pages),
     ("decode_kv", drops_a_request),
-    ("indexer_logits", one_token_more),
+    further("indexer_logits", one_token_more),
     ("gather_mla", packed_pages),
-    ("gather_kv", ignores_where_runs_start),
+    further("gather_kv", ignores_where_runs_start),
     slow("write_mla", packed_pages),
     slow("write_kv", touches_a_neighbour),
     ("write_indexer_k", writes_slot_0_for_none),
     ("copy_blocks", copies_one_by_one),
-    ("read_blocks", lambda kernel: lambda **arguments: -kernel(**arguments)),
+    further("read_blocks", lambda kernel: lambda **arguments: -kernel(**arguments)),
     ("write_blocks", touches_a_neighbour),
     ("select_topk", selects_later_positions),
     ("merge_states", counts_empty_parts),
@@ -326,6 +328,7 @@ def test_a_bit_is_a_difference():
     assert differ(jnp.zeros(2), -jnp.zeros(2)) == np.inf
 
 
+@pytest.mark.ci
 def test_draws_are_of_every_kind():
     drawn = [families.draw_case(seed, "xla") for seed in range(700)]
     layouts = [case.layout for case in drawn]
@@ -372,6 +375,7 @@ def test_weights_of_experts_sum_to_1():
         np.testing.assert_allclose(weights.sum(axis=-1), 1, rtol=1e-6)  # some roundings of float32
 
 
+@pytest.mark.ci
 def test_sparse_attention_is_batch_invariant_where_it_is_supported(monkeypatch):
     assume_available(monkeypatch, "mosaic_gpu")
     seeds = range(

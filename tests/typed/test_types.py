@@ -96,12 +96,6 @@ CHECKERS: tuple[Callable[[Path], list[Error]], ...] = tuple(
 )
 
 
-@pytest.fixture(scope="module", params=CHECKERS, ids=lambda checker: checker.__name__)
-def checked(request, tmp_path_factory) -> tuple[str, list[Error]]:
-    """The name of a checker, and what it reports."""
-    return request.param.__name__, request.param(tmp_path_factory.mktemp("cache"))
-
-
 class Mistake(NamedTuple):
     """A statement, and the comment before it."""
 
@@ -122,22 +116,18 @@ def mistakes() -> list[Mistake]:
     return found
 
 
-def test_every_mistake_is_flagged_as_what_it_is(checked):
-    name, errors = checked
-    problems = []
+@pytest.mark.parametrize("checker", CHECKERS, ids=lambda checker: checker.__name__)
+def test_every_mistake_is_flagged_as_what_it_is_and_nothing_else(checker, tmp_path):
+    name, errors = checker.__name__, checker(tmp_path)
+    problems, wrong = [], set()
     for mistake in mistakes():
-        rules = {
-            error.rule for error in errors if error.path == MISTAKES and mistake.first <= error.line <= mistake.last
-        }
+        lines = range(mistake.first, mistake.last + 1)
+        rules = {error.rule for error in errors if error.path == MISTAKES and error.line in lines}
         if not rules & KINDS[mistake.kind][name]:
             where = f"{MISTAKES.relative_to(ROOT)}:{mistake.first}: {mistake.words}"
             problems.append(f"{where}: {', '.join(sorted(rules)) or 'no error'}")
+        wrong.update(lines)
     assert not problems, "\n".join([f"{name} does not flag:", *problems, "The signature's types are too wide."])
-
-
-def test_nothing_else_is_flagged(checked):
-    name, errors = checked
-    wrong = {line for mistake in mistakes() for line in range(mistake.first, mistake.last + 1)}
     others = [error for error in errors if error.path != MISTAKES or error.line not in wrong]
     listed = [f"{x.path.relative_to(ROOT)}:{x.line}: {x.message} [{x.rule}]" for x in others]
     assert not others, "\n".join([f"{name} flags what is right:", *listed])

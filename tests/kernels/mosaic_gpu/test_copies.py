@@ -241,6 +241,7 @@ def test_lowers_for_hopper_in_place(name, entry):
     check_lowering(name, entry)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("name", APART)
 def test_keys_and_values_that_lie_apart_lower_for_hopper_in_place(name):
     check_lowering(name, KV)

@@ -19,7 +19,7 @@ from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.tuning import using
 from support import kernels, suites
 from support.available import assume_available
-from support.cases import slow
+from support.cases import further, slow
 from support.hopper import kernel_operands, on_gpus, on_hopper, read_early
 from support.suites.experts import arguments, scaled
 from support.suites.linear import operands
@@ -49,6 +49,8 @@ class TestExperts(Mosaic, suites.Experts):
 @on_gpus(REDUX)
 class TestRouting(Mosaic, suites.Routing):
     """The whole suite, on the GPU."""
+
+    gaps = (*Mosaic.gaps, "groups of 16 experts", "groups of 8 experts")
 
 
 class Listing(Mosaic):
@@ -199,7 +201,7 @@ def shapes(tokens, chosen, count, width, inner, dtype=jnp.bfloat16, *, fp8=False
     return shape((tokens, width), dtype), *choices, *matrices
 
 
-@pytest.mark.parametrize("tokens", [1, 32, 128, 256, slow(512), 8192])
+@pytest.mark.parametrize("tokens", [1, further(32), further(128), 256, slow(512), further(8192)])
 @pytest.mark.parametrize("sizes", [(6, 64, 2048, 1408), slow((6, 64, 2048, 704)), slow((8, 256, 7168, 2048))])
 def test_published_sizes_lower(tokens, sizes):
     check_lowering(shapes(tokens, *sizes))

@@ -16,6 +16,7 @@ from support.cases import slow
 DRAWS = 4
 
 
+@pytest.mark.ci  # each kernel's own tests lower it
 @pytest.mark.parametrize("number", [0, *(slow(n) for n in range(1, DRAWS))])
 @pytest.mark.parametrize("operation", [name for name in OPERATIONS if MosaicGPU.support(name)])
 def test_a_call_that_is_taken_lowers(operation, number, monkeypatch):

@@ -11,7 +11,7 @@ from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from support import kernels, suites
-from support.cases import each_value, slow
+from support.cases import each_value, further, slow
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
@@ -256,7 +256,7 @@ class TestDecodeMLASparse(Mosaic, suites.DecodeMLASparse):
 class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     """Numerics, barriers and races of a few cases, each of which takes the interpreter many seconds."""
 
-    @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
+    @pytest.mark.parametrize("form", [further("bf16"), further("fp8"), "fp8_ds_mla"])
     def test_two_row_tiles_sinks_counts_and_splits(self, form):
         heads = 72
         sinks = np.random.default_rng(0).normal(0, 3, heads).astype(np.float32)
@@ -272,7 +272,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
         counts = np.asarray([[0, 64], [3, 65]], np.int32)
         self.sparse("f16", (130, 1), 5, 70, tokens=2, layout="LBNHC", counts=counts, logit_cap=2.0)
 
-    @pytest.mark.parametrize("exponents", [(-8, -6), (-40, 40)])  # the first as encoders write them
+    @pytest.mark.parametrize("exponents", [further((-8, -6)), (-40, 40)])  # the first as encoders write them
     def test_any_scales(self, exponents):
         self.sparse("fp8_ds_mla", (190, 64), 8, 130, scene=self.with_scales(exponents))
 
@@ -282,7 +282,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     def test_any_e8m0_scales(self, form, exponents):
         self.sparse(form, (70, 3), 8, 80, scene=self.with_e8m0_scales(form, exponents))
 
-    @pytest.mark.parametrize("form", NARROW)
+    @pytest.mark.parametrize("form", [NARROW[0], *map(further, NARROW[1:])])
     def test_narrow_formats_in_an_odd_layout(self, form):
         self.sparse(form, (70, 3), 8, 80, layout="packed, bfloat16")
 
@@ -299,7 +299,9 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     def test_scales_that_are_not_powers_of_two(self, exponents):
         self.check_scales_that_are_not_powers_of_two(exponents, 8)
 
-    @pytest.mark.parametrize(("form", "power"), [("fp8_ds_mla", power) for power in QUERY_SCALES] + [("fp8", 40)])
+    @pytest.mark.parametrize(
+        ("form", "power"), [("fp8_ds_mla", power) for power in QUERY_SCALES] + [further("fp8", 40)]
+    )
     def test_any_queries(self, form, power):
         self.check_queries(form, power, 8, (64, 1), 66)
 
@@ -307,7 +309,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     def test_any_scale_of_all_entries(self, power):
         self.check_scale_of_all_entries(power, 8, (64, 1), 66)
 
-    @pytest.mark.parametrize("form", ["fp8", "fp8_ds_mla"])
+    @pytest.mark.parametrize("form", ["fp8", further("fp8_ds_mla")])
     def test_an_odd_layout_in_a_buffer_of_another_dtype(self, form):
         self.sparse(form, (190, 64), 8, 66, layout="packed, bfloat16")
 
@@ -325,7 +327,10 @@ LOWERED = [("BLNHC", 128, False, False, None), ("LBNHC", 20, True, True, 30.0)]
 """Order, heads, whether there are counts and sinks, `logit_cap`."""
 
 
-@each_value(("form", "case"), ["bf16", "f16", "fp8", "fp8_ds_mla", "nvfp4_ds_mla", "fp8_v4", "mxfp4_ds_mla"], LOWERED)
+FORMATS = ["bf16", "fp8_ds_mla", "f16", "fp8", "nvfp4_ds_mla", "fp8_v4", "mxfp4_ds_mla"]
+
+
+@each_value(("form", "case"), FORMATS, LOWERED, default=2)
 def test_lowers_for_hopper(form, case):
     order, heads, counts, sinks, cap = case
     entry = jaxkv.MLAEntry.typical(form)

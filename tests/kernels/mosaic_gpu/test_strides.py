@@ -11,7 +11,7 @@ from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.paged_tma import token_rows
 from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 from support import kernels, scenes
-from support.cases import slow
+from support.cases import further, slow
 from support.hopper import large
 
 MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", 64)
@@ -51,7 +51,7 @@ def lowered(layout, heads):
     return jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("heads", [16, slow(64), 128])
+@pytest.mark.parametrize("heads", [16, slow(64), further(128)])
 @pytest.mark.parametrize("name", ["packed, uint8", "gaps, offset", slow("BLNHC padded")])
 def test_decode_reads_the_cache_as_it_is(name, heads):
     layout = scenes.layouts(MLA, num_layers=61, num_blocks=64)[name]

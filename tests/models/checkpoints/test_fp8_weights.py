@@ -15,11 +15,12 @@ from jaxkv.models.weights import fp8
 from jaxkv.models.weights.safetensors_file import SafetensorsFile
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from models.checkpoints.fp8 import FILE, RECORDED, expanded, logits, recorded, tiled
+from support.cases import further
 
 WEIGHT = "model.layers.0.mlp.gate_proj.weight"
 
 
-@pytest.fixture(params=["deepseek_v3", "deepseek_v32", "llama"])
+@pytest.fixture(params=["deepseek_v3", further("deepseek_v32"), further("llama")])
 def folders(request, tmp_path):
     """The same model with float8 weights, and with their values in float32."""
     return recorded(request.param, tmp_path)
