@@ -64,7 +64,7 @@ def pytest_collection_finish():
     gc.set_threshold(100_000, 20, 100)
 
 
-MOST_MAPPINGS = 20_000
+MOST_MAPPINGS = 35_000
 """Memory mappings of a test process.  Compiled programs keep some; Linux allows 65,530, beyond which XLA crashes."""
 
 

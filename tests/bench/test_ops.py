@@ -264,6 +264,7 @@ def test_chains_write_in_place(operation):
     assert memory.temp_size_in_bytes < 0.6 * workload.layout.nbytes  # half of the blocks are read before any is written
 
 
+@pytest.mark.ci
 def test_a_write_without_a_chain_is_in_place_too():
     workload = replace(CPU["write_mla"], tokens=128, layers=10)
     program = Program(workload, implementation="xla")

@@ -87,6 +87,7 @@ def test_requests_arrive_and_are_served(monkeypatch):
     assert start < math.inf
 
 
+@pytest.mark.ci
 def test_each_load_is_served_and_recorded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(step, "LEAST_SECONDS", 0.01)
     file = tmp_path / "found.json"

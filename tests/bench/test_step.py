@@ -107,6 +107,7 @@ def test_a_step_on_several_devices(family, parallel, options, capsys, tmp_path):
     assert (recorded["devices"], recorded["parallel"]) == (2, parallel)
 
 
+@pytest.mark.ci
 def test_weights_in_float8(capsys):
     options = ["--requests", "1", "--tokens", "8", "--fp8-weights", "dequantise"]
     assert main(["bench", "step", str(MODELS / "deepseek_v3"), *options]) == 0

@@ -78,6 +78,7 @@ def test_a_checkpoint_without_an_mtp_layer_is_reported():
         generate("--ids", "1", "--num-speculative-tokens", "1")
 
 
+@pytest.mark.ci
 def test_a_model_with_keys_and_values(capsys):
     folder = FOLDER.with_name("llama")
     with np.load(folder / "truth.npz") as truth:
@@ -334,6 +335,7 @@ def test_logits_that_are_nan_are_reported(monkeypatch, capsys):
     assert "jaxkv generate: the logits of prompt 1 are NaN" in printed.err
 
 
+@pytest.mark.ci
 def test_another_entry_format_is_printed(capsys):
     assert generate("--ids", "1 2 3", "--max-tokens", "2", "--entry-format", "bf16", "--implementation", "xla") == 0
     assert "MLAEntry(format='bf16', latent=128, rope=8)" in capsys.readouterr().err

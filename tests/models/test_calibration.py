@@ -103,7 +103,7 @@ def expected(model, prompt):
     return [np.stack([np.abs(np.asarray(part)).max((0, -1)) for part in of]) for of in zip(*parts, strict=True)]
 
 
-@pytest.mark.parametrize("family", ["youtu", "llama"])
+@pytest.mark.parametrize("family", [further("youtu"), "llama"])
 def test_scales_have_room_for_twice_the_largest_values(family):
     model = models.load(FOLDER / family, dtype="float32", entry_format="fp8")
     prompt = prompts(family)[-1]

@@ -56,7 +56,7 @@ SAME_LAYERS = ("deepseek_v3_sharded", "deepseek_v3_yarn", "kimi", "kimi_k25")
 """Families whose layers are those of `deepseek_v3` with other numbers, rotary embeddings or names of weights."""
 
 ALIKE = (
-    *("gpt_oss", "qwen3", "qwen3_next", "smollm3"),
+    *("gpt_oss", "longcat_flash", "qwen3", "qwen3_next", "smollm3"),
     "axk1",
     "deepseek_v2",
     "deepseek_v2_lite",
@@ -231,7 +231,7 @@ def test_requests_join_at_very_different_steps(family):
     Requests(family).run(chunk=64, joins=(40, 3, 0, 17, 9)).check()
 
 
-@families
+@pytest.mark.parametrize("family", [further(name) if name in (*ALIKE, *SAME_LAYERS) else name for name in FAMILIES])
 def test_strict_programs_may_run_every_model(family):
     """A program may disable promotion of ranks and dtypes, and enable x64; models then still run."""
     config = jaxkv.models.ModelConfig.read(FOLDER / family)

@@ -342,6 +342,7 @@ def test_tokens_of_a_block_outside_the_cache_have_entries_of_zeros(block):
     assert (found != jaxkv.prefill_mla(*given, cache, tables, lengths, layer=1, scale=SCALE)).any()
 
 
+@pytest.mark.ci
 def test_checked():
     scene = scenes.scene(ENTRY, lengths=(150, 90))
     given, layout = arguments(ENTRY, 70, "float32", 2), scenes.layouts(ENTRY)["BLNHC"]

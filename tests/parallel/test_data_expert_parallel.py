@@ -88,6 +88,7 @@ def generate(model, prompts, count):
     return np.stack(found, 1)[: len(prompts)].tolist()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "room"),
     [further("deepseek_v32", None), ("deepseek_v3", 5), slow("deepseek_v3", None), slow("deepseek_v32", 5)],
@@ -252,6 +253,7 @@ class TestServing:
             assert not engine.running
             assert engine.pool.num_free == engine.pool.num_blocks
 
+    @pytest.mark.ci
     def test_requests_join_while_others_run(self):
         model = models.load(FOLDER / "deepseek_v2_lite", dtype="float32", parallel=divided(2))
         served = serving.Replicas(model, **SIZES)

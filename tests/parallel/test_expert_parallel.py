@@ -45,6 +45,7 @@ def test_the_engine(family, devices):
     assert found == right
 
 
+@pytest.mark.ci
 def test_eight_devices_have_the_logits_of_one():
     """A model with 16 experts and 8 heads; its own device has none of the experts of some tokens."""
     values = json.loads((FOLDER / "deepseek_v3" / "config.json").read_text())

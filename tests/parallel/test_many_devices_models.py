@@ -67,7 +67,7 @@ def serve(engine, family, count=12):
         pytest.param("deepseek_v32", partial(tensor, 2), id="tensor 2", marks=pytest.mark.ci),
         pytest.param("deepseek_v3", partial(tensor, 4), id="tensor 4", marks=pytest.mark.slow),
         pytest.param("deepseek_v2_lite", partial(context, 2), id="context 2 by token", marks=pytest.mark.slow),
-        pytest.param("youtu", partial(context, 8, 2), id="context 8 by block"),
+        pytest.param("youtu", partial(context, 8, 2), id="context 8 by block", marks=pytest.mark.ci),
         pytest.param(  # some layers share selected tokens
             "glm5", partial(context, 2, 4), id="sparse context 2", marks=pytest.mark.ci
         ),
@@ -189,6 +189,7 @@ def step(model, cache, prompts, blocks, columns=64):
     return program(model, cache, tokens, lengths, np.asarray(blocks, np.int32)[:, None], slots)
 
 
+@pytest.mark.ci
 def test_data_parallel_batches():
     """Rows are divided, and each device's are in its own cache."""
     divided, family = data(2), SMALL
@@ -277,6 +278,7 @@ class TestTransferBlocks:
         others = mesh_of(4, first=2, axis="y")
         assert self.decoding(tensor(2), models.TensorParallel(others, "y")) == self.right()
 
+    @pytest.mark.ci
     def test_tensor_parallel_heads_of_the_cache(self):
         others = mesh_of(2, first=2, axis="y")
         found = self.decoding(tensor(2), models.TensorParallel(others, "y"), "llama")
@@ -318,6 +320,7 @@ class TestTransferBlocks:
         with pytest.raises(ValueError, match=r"`target` is divided over 4 devices: expected as many as `source`, 2"):
             parallel.transfer_blocks(source, [0], target, [0])
 
+    @pytest.mark.ci
     def test_of_other_blocks(self):
         source, target = (load(SMALL).cache(4, block_size) for block_size in (16, 32))
         sizes = {name: getattr(source.layout, name) for name in ("num_layers", "num_blocks", "block_size", "entry")}

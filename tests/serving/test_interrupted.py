@@ -18,7 +18,7 @@ from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import DiskPool, HostPool
 from jaxkv.serving import Engine, SpeculativeEngine, program
 from support import toy_hybrid, toy_model
-from support.cases import further, slow
+from support.cases import slow
 from support.recorded import FOLDER
 from support.toy_model import prompt
 
@@ -269,7 +269,8 @@ def all_calls(kind, folder):
     return calls.seen
 
 
-@pytest.mark.parametrize("kind", [further(Hybrid), Drafts, slow(Toy)])
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", [Hybrid, Drafts, slow(Toy)])
 def test_a_call_that_launches_reads_loads_stores_or_allocates_raises(kind, monkeypatch, tmp_path):
     kind.install(monkeypatch)
     found = {site.split(",")[0]: site for site in all_calls(kind, tmp_path) if site.startswith(TRANSFERS)}

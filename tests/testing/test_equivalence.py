@@ -40,6 +40,7 @@ def test_a_copy_carries_the_padding_of_pages_where_blocks_are_runs(small, form):
     assert blocks_verified(jaxkv.MLAEntry.typical(form)) == []
 
 
+@pytest.mark.ci
 def test_the_command_checks_every_operation_in_every_order(small, monkeypatch, capsys):
     entries = [jaxkv.MLAEntry.typical("fp8_v41_split"), jaxkv.KVEntry("fp8", 16), jaxkv.IndexerEntry("f16", 16)]
     monkeypatch.setattr(equivalence, "ENTRIES", (*entries, jaxkv.StateEntry.typical("state")))

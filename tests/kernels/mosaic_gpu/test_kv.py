@@ -94,6 +94,9 @@ def test_sizes_of_quantised_heads(form, sizes, block_size):
         suite.check(suite.query(entry, 4, 2, 10), scene.cache(layout, 1), scene, 1, **keywords)
 
 
+ONE_APART, *OTHERS_APART = suites.scenes.APART
+
+
 @pytest.mark.usefixtures("interpreted")
 class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
@@ -108,7 +111,7 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     def test_heads_in_the_row_and_lengths_round_the_edges(self):
         self.case((0, 1, 64, 65, 130), 2, 4)
 
-    @pytest.mark.parametrize("name", [suites.scenes.APART[0], *map(further, suites.scenes.APART[1:])])
+    @pytest.mark.parametrize("name", [ONE_APART, *map(further, OTHERS_APART)])
     def test_keys_and_values_that_lie_apart(self, name):
         self.check_layout(name, jaxkv.KVEntry("bf16", 128), lengths=(0, 1, 200))
 

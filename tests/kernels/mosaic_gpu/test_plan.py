@@ -51,7 +51,8 @@ def arguments(batch, columns, seed):
     lengths = np.where(rng.random(batch) < 0.5, around, lengths)
     tables = rng.integers(0, BLOCKS, (batch, columns))
     if seed % 2:
-        tables[rng.random(tables.shape) < 0.02] = rng.choice([-1, BLOCKS, 2**31 - 1, -(2**31)])
+        outside = rng.random(tables.shape) < 0.03
+        tables[outside] = rng.choice([-1, BLOCKS, 2**31 - 1, -(2**31)], outside.sum())
     return jnp.asarray(lengths, jnp.int32), jnp.asarray(tables, jnp.int32)
 
 
