@@ -112,7 +112,7 @@ def test_a_call_that_computes_nothing_is_not_timed():
         Program(CPU["plan_decode"], implementation="xla")
 
 
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("layers", [further(1), 3])
 @pytest.mark.parametrize("tokens", [100, (PATTERN_BLOCKS + 3) * 64])
 def test_caches_are_full(layers, tokens):
     small = workload("decode_mla", suite="", requests=1, tokens=tokens, layers=layers)

@@ -89,6 +89,7 @@ def test_a_step_of_a_prefill(capsys):
     assert "a step of 2 requests x 70 tokens, 20 of them new: " in capsys.readouterr().out
 
 
+@pytest.mark.ci
 @on_several_devices
 @pytest.mark.parametrize(
     ("family", "parallel", "options"),

@@ -17,6 +17,7 @@ MODEL = MODELS / "deepseek_v2_lite"
 SIZES = ["--prefix", "128", "--chunk", "64", "--rounds", "2"]
 
 
+@pytest.mark.ci
 def test_each_case_finds_its_prefix_and_draws_the_same_tokens(tmp_path, capsys):
     arguments = [str(MODEL / "config.json"), *SIZES, "--disk", str(tmp_path / "blocks"), "--order", "LBNHC"]
     assert main(["bench", "ttft", *arguments, "--json", str(tmp_path / "times.json")]) == 0

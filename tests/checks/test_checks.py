@@ -165,6 +165,7 @@ def test_misuse_that_should_be_reported(case):
         jaxkv.checked(lambda: operation(**given))()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("case", MISUSE)
 def test_without_checks_misuse_raises_nothing(case):
     operation, given, _ = MISUSE[case]

@@ -300,6 +300,7 @@ def test_special_tokens_are_not_printed():
     assert streamed(tokenizer, [*ids, eos]) == ["", "", "日", "", ""]
 
 
+@pytest.mark.ci
 def test_the_checkpoints_stop_token_ends_the_text(tmp_path, capsys):
     prompt, tokens = recorded(2, 64)
     folder = tmp_path / "checkpoint"

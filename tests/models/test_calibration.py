@@ -156,6 +156,7 @@ def test_the_engine_serves_calibrated_models(tmp_path):
     assert tokens[0] == tokens[1]
 
 
+@pytest.mark.ci
 @on_several_devices
 @pytest.mark.parametrize(
     ("family", "kind"),

@@ -66,6 +66,7 @@ def test_chunks_and_decoded_tokens_at_once_give_the_logits_of_each_alone(family)
     assert [recorded(family)[n][1][k] for n, k in ((4, 0), (3, 0), (1, 1))] == right.argmax(axis=-1).tolist()
 
 
+@pytest.mark.ci
 def test_rows_may_be_expanded_and_attend_to_earlier_rows():
     """Each sub-batch attends in its own way: long chunks by `prefill_mla`, decoded tokens by `decode_mla`."""
     model = models.load(FOLDER / "deepseek_v2_lite", dtype="float32")

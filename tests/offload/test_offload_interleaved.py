@@ -223,7 +223,7 @@ def failing(rng, transfer):
     return maybe
 
 
-@each_value(("case", "with_disk"), [*CASES], [True, False], default=2)
+@each_value(("case", "with_disk"), [*CASES], [True, False], default=1)
 def test_the_same_as_without_offload(case, with_disk, tmp_path, monkeypatch):
     layout, write, decode = CASES[case]
     monkeypatch.setattr(host_module, "POOL_CHUNKS", 2)  # up to 4 blocks in a chunk

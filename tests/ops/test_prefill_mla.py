@@ -92,7 +92,7 @@ def of_packed_cache(entry):
     return prefill(scene, twin, arguments(entry, 70, entry.input_dtype), 0, expanded_bytes=FEW_BYTES)
 
 
-@on_layouts(scenes.MLA_ENTRIES, composed=True)
+@on_layouts(scenes.MLA_ENTRIES, few=True)
 def test_equals_the_packed_cache_and_the_truth(entry, name):
     scene, layout = scenes.scene(entry, lengths=LENGTHS), scenes.layouts(entry)[name]
     found = check(scene, scene.cache(layout, 1), arguments(entry, 70, entry.input_dtype), expanded_bytes=FEW_BYTES)

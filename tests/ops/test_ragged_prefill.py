@@ -89,7 +89,7 @@ def of_packed_cache(entry):
     return prefill(scene, scene.twin(scenes.layouts(entry)["BLNHC"]), given, Q_LENS, layer=0, **OPTIONS)
 
 
-@on_layouts(scenes.MLA_ENTRIES, composed=True)
+@on_layouts(scenes.MLA_ENTRIES, few=True)
 def test_equals_the_packed_cache_and_the_truth(entry, name):
     scene, layout = scenes.scene(entry, lengths=LENGTHS), scenes.layouts(entry)[name]
     given = arguments(entry, sum(Q_LENS) + 5, entry.input_dtype)

@@ -17,7 +17,7 @@ from jaxkv import models, serving
 from jaxkv.models.parallel import exchange
 from jaxkv.models.parallel.expert import local_experts
 from models.checkpoints.mtp import with_mtp
-from support.cases import further, slow
+from support.cases import each_value, further, slow
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
 from support.recorded import FOLDER, recorded
@@ -160,8 +160,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("choose", [evenly, with_skipped_ids, to_one_device])
-@pytest.mark.parametrize("way", WAYS)
+@each_value(("way", "choose"), [*WAYS], [evenly, with_skipped_ids, to_one_device])
 def test_no_token_is_dropped(way, choose):
     tokens, chosen, shares, matrices = sizes(20, choose)
     right = jaxkv.grouped_swiglu(tokens, chosen, shares, *matrices)

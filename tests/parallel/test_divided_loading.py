@@ -37,6 +37,7 @@ def test_float8_weights_are_divided_with_their_scales(folders, kind):
     assert np.abs(found - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.ci
 def test_tiles_are_not_cut(folders, tmp_path):
     small, _ = recorded("deepseek_v3", tmp_path)
     parallel = models.TensorParallel(mesh_of(2), "x")

@@ -229,6 +229,7 @@ def test_the_indexer_is_replicated():
     assert {weight.sharding.is_fully_replicated for weight in indexer.values()} == {True}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("divided", [further(partial(tensor, 2)), partial(context, 2)], ids=["tensor", "context"])
 def test_no_program_copies_the_cache(divided):
     model = load(SMALL, divided())
@@ -274,6 +275,7 @@ class TestTransferBlocks:
         )
         assert_same_bits(found.buffer, right.buffer)
 
+    @pytest.mark.ci
     def test_tensor_parallel(self):
         others = mesh_of(4, first=2, axis="y")
         assert self.decoding(tensor(2), models.TensorParallel(others, "y")) == self.right()

@@ -11,6 +11,7 @@ from jaxkv.serving import program
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.pool import BlockPool
 from support import toy_model
+from support.cases import further
 from support.toy_model import prompt
 
 PARAMS = toy_model.random_params()
@@ -51,7 +52,7 @@ def test_tokens_are_those_of_the_model_without_a_cache():
         assert request.finish_reason == "length"
 
 
-@pytest.mark.parametrize("order", ["LBNHC", "BLNHC"])
+@pytest.mark.parametrize("order", [further("LBNHC"), "BLNHC"])
 @pytest.mark.parametrize("chunk", [1, 4, 64])
 def test_chunks_and_orders_do_not_matter(order, chunk):
     served = engine(order=order, chunk=chunk)

@@ -30,6 +30,7 @@ def serve(family, engine, *, known=0, count=64):
     return engine.prefix_stats.found - before
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("family", "block_size", "order"),
     [

@@ -15,6 +15,9 @@ from support import scenes
 NUMBERS, BYTES = "bf16", ("fp8", "indexer_fp8")
 """A format of numbers and, for each kind of entry, one of bytes."""
 
+FEW = ("LBNHC", "gaps, offset")
+"""Two unlike layouts."""
+
 random_numbers = st.integers(0, 2**32 - 1).map(np.random.default_rng)
 """Random number generators, each of a seed of its own, for `hypothesis.given`."""
 
@@ -22,21 +25,27 @@ WITH_EVERY_FORMAT = ("packed, bfloat16",)
 """A layout whose buffer is of another dtype than most entries, at an offset."""
 
 
-def on_layouts(entries, *, composed=False):
+def on_layouts(entries, *, few=False):
     """Parametrises `entry` and `name`: every layout that differs, with every entry.
 
     Each layout with a format of numbers, and each format on one layout, show what depends on a layout or on a format.
-    Each layout with a format of bytes is `further`; the other pairs are `slow`.  Operations that are `composed` of
-    others reach entries by these alone, so that most formats are `further`, and bytes on other layouts `slow`.
+    Each layout with a format of bytes is `further`; the other pairs are `slow`.
+
+    With `few`, most of these are `further`, and bytes on other layouts `slow`.  This is for operations that reach
+    entries by other operations alone, and for kernels that are only lowered.
     """
     cases = []
     for entry in entries:
         for name in scenes.layout_names(entry):
-            of_bytes, with_every_format = entry.format in BYTES, name in WITH_EVERY_FORMAT
-            if entry.format == NUMBERS or (with_every_format and (of_bytes or not composed)):
-                marks = ()
+            of_numbers, of_bytes = entry.format == NUMBERS, entry.format in BYTES
+            with_every_format = name in WITH_EVERY_FORMAT
+            if few:
+                default = (of_numbers and name in FEW) or (with_every_format and (of_numbers or of_bytes))
+                in_ci = of_numbers or with_every_format
             else:
-                marks = pytest.mark.ci if with_every_format or (of_bytes and not composed) else pytest.mark.slow
+                default = of_numbers or with_every_format
+                in_ci = of_bytes
+            marks = () if default else pytest.mark.ci if in_ci else pytest.mark.slow
             kind = type(entry).__name__.removesuffix("Entry")
             cases.append(pytest.param(entry, name, id=f"{kind} {entry.format}, {name}", marks=marks))
     return pytest.mark.parametrize(("entry", "name"), cases)

@@ -165,12 +165,12 @@ FAULTS = [
     further("gather_kv", ignores_where_runs_start),
     slow("write_mla", packed_pages),
     slow("write_kv", touches_a_neighbour),
-    ("write_indexer_k", writes_slot_0_for_none),
-    ("copy_blocks", copies_one_by_one),
+    further("write_indexer_k", writes_slot_0_for_none),
+    further("copy_blocks", copies_one_by_one),
     further("read_blocks", lambda kernel: lambda **arguments: -kernel(**arguments)),
     ("write_blocks", touches_a_neighbour),
     ("select_topk", selects_later_positions),
-    ("merge_states", counts_empty_parts),
+    further("merge_states", counts_empty_parts),
 ]
 
 

@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, interpreting
 from support import kernels, suites
-from support.cases import on_layouts, slow
+from support.cases import further, on_layouts, slow
 from support.hopper import large, on_gpus, read_early
 from support.suites.gathers import OF_144_BYTES
 from support.suites.states import PLAIN as PLAIN_STATE
@@ -50,10 +50,16 @@ class TestBlocks(Mosaic, suites.Blocks, suites.BlocksInScans):
     """The whole suite, on the GPU."""
 
 
+def layouts_of(entry):
+    """Parametrises `name` with the layouts that differ; half of them are `further`."""
+    names = suites.scenes.layout_names(entry)
+    return pytest.mark.parametrize("name", [further(name) if i % 2 else name for i, name in enumerate(names)])
+
+
 class StatesOnLayouts(Mosaic, suites.StateChecks):
     """States of whole units of 16 bytes, on every kind of address."""
 
-    @pytest.mark.parametrize("name", suites.scenes.layout_names(PLAIN_STATE))
+    @layouts_of(PLAIN_STATE)
     def test_layouts(self, name):
         layout = suites.layout_of(name, PLAIN_STATE, block_size=3)
         self.check_write(layout, 1, self.slots(layout))
@@ -92,7 +98,7 @@ class TestLargeCaches(Mosaic, suites.LargeCaches):
 class TestInterpretedWrites(Mosaic, suites.WriteChecks):
     """The interpreter's word on every kind of address."""
 
-    @pytest.mark.parametrize("name", suites.scenes.layout_names(MLA))
+    @layouts_of(MLA)
     def test_latents(self, name):
         layout = suites.layout_of(name, MLA, block_size=16)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
@@ -121,7 +127,7 @@ class TestInterpretedGathers(Mosaic, suites.GatherChecks):
         scene = suites.scenes.scene(entry, num_heads=heads, lengths=lengths, block_size=16)
         self.check(scene, suites.layout_of(name, entry, num_heads=heads, block_size=16), 1, runs)
 
-    @pytest.mark.parametrize("name", suites.scenes.layout_names(MLA))
+    @layouts_of(MLA)
     def test_latents(self, name):
         self.case(name, MLA, 1)
 
@@ -162,7 +168,7 @@ class TestInterpretedGatherEntries(Mosaic, suites.GatherEntriesChecks):
 class TestInterpretedBlocks(Mosaic, suites.BlockChecks):
     """Blocks of one run, of several, of runs longer than a chunk."""
 
-    @pytest.mark.parametrize("name", suites.scenes.layout_names(MLA))
+    @layouts_of(MLA)
     def test_copy_and_travel(self, name):
         case = self.make(name, MLA, block_size=16, num_blocks=7)
         self.check_copy(*case)
@@ -236,7 +242,7 @@ of a state by one each."""
 QUANTISED = [jaxkv.MLAEntry("fp8_ds_mla"), jaxkv.KVEntry("fp8", head_dim=128), jaxkv.IndexerEntry()]
 
 
-@on_layouts([MLA, KV, *QUANTISED, PLAIN_STATE])
+@on_layouts([MLA, KV, *QUANTISED, PLAIN_STATE], few=True)
 def test_lowers_for_hopper_in_place(name, entry):
     check_lowering(name, entry)
 

@@ -162,7 +162,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_several_tokens_and_odd_heads_on_a_layer_major_cache(self):
         self.case((3, 140), 20, 2, layout="LBNHC", layer=2)
 
-    @each_value(("heads", "layout"), [16, 64], ["packed, uint8", "gaps, offset"])
+    @each_value(("heads", "layout"), [16, 64], ["packed, uint8", "gaps, offset"], default=1)
     def test_small_pages_and_a_cap(self, heads, layout):
         self.case((77,), heads, block_size=16, layout=layout, logit_cap=2.0)
 
@@ -185,6 +185,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     def test_a_window_whose_edges_lie_inside_tiles(self, form, heads):
         self.case((300, 70, 30), heads, 2, form=form, window=100)
 
+    @pytest.mark.ci
     @each_value(("heads", "power"), [64, 16], [2.0**-60, 2.0**60], default=1)
     def test_pieces_of_a_cut_request_keep_the_range_of_the_entries(self, heads, power):
         entry = self.entry("bf16")

@@ -128,7 +128,7 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
             slow("fp8", "LBHNC"),
             further("int8", "LBHNC"),
             slow("int8", "gaps, offset"),
-            ("nvfp4", "BLNHC"),
+            further("nvfp4", "BLNHC"),
         ],
     )
     def test_few_rows_of_quantised_entries(self, form, layout, monkeypatch):
@@ -195,8 +195,8 @@ CASES = [
 SMALL, LARGE = ((128, 128), 8, 8, 2, 16, {"window": 100}), ((256, 128), 2, 5, 1, 256, {"logit_cap": 30.0})
 LARGEST = ((256, 256), 2, 5, 1, 256, {})
 QUANTISED = [
-    *(("fp8", SMALL), further("fp8", LARGE), further("int8", SMALL), ("int8", LARGE)),
-    *(("nvfp4", SMALL), further("nvfp4", LARGEST)),
+    *(further("fp8", SMALL), further("fp8", LARGE), further("int8", SMALL), ("int8", LARGE)),
+    *map(further, ("nvfp4", "nvfp4"), (SMALL, LARGEST)),
 ]
 """The same by format."""
 

@@ -277,7 +277,8 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
         self.sparse("fp8_ds_mla", (190, 64), 8, 130, scene=self.with_scales(exponents))
 
     @pytest.mark.parametrize(
-        ("form", "exponents"), [("fp8_v4", (-40, 40)), ("mxfp4_ds_mla", (-8, -5)), slow("mxfp4_ds_mla", (-40, 40))]
+        ("form", "exponents"),
+        [further("fp8_v4", (-40, 40)), ("mxfp4_ds_mla", (-8, -5)), slow("mxfp4_ds_mla", (-40, 40))],
     )
     def test_any_e8m0_scales(self, form, exponents):
         self.sparse(form, (70, 3), 8, 80, scene=self.with_e8m0_scales(form, exponents))

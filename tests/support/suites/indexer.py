@@ -11,7 +11,7 @@ import jaxkv
 from jaxkv.testing.buffers import to_cache
 from jaxkv_kernels.scores import CHUNK_TOKENS
 from support import scenes
-from support.cases import on_layouts, slow
+from support.cases import further, on_layouts, slow
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, formats, full_tables, layout_of
 
@@ -101,7 +101,7 @@ class Indexer(IndexerChecks):
         scene = scenes.scene(entry)
         self.check(*self.arguments(scene, 2, dtype), scene, layout_of("BLNHC padded", entry), 1, 200)
 
-    @pytest.mark.parametrize(("tokens", "chunk"), [(21, 8), (21, 1), (90, 40), (16, 8), (3, 3)])
+    @pytest.mark.parametrize(("tokens", "chunk"), [(21, 8), further(21, 1), further(90, 40), further(16, 8), (3, 3)])
     @formats([scenes.INDEXER_ENTRIES[0], scenes.INDEXER_ENTRY])
     def test_select_slots(self, entry, tokens, chunk):
         self.check_select_slots(entry, "bfloat16", tokens=tokens, chunk=chunk)
