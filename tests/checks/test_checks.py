@@ -345,7 +345,9 @@ def test_no_blocks_are_no_misuse():
 @pytest.mark.parametrize("unused", [-(2**31), -1, 0, 5, 2**31 - 1])
 def test_page_tables_of_empty_requests_are_no_misuse(unused):
     """Whatever the tokens of their last block are, and the ids past the last sum."""
-    tables, lengths = jaxkv.checked(block_tables_from_csr)(last_page_len=(4, unused, 1), indices=(4, 0, 1, 3, 2, unused))
+    tables, lengths = jaxkv.checked(block_tables_from_csr)(
+        last_page_len=(4, unused, 1), indices=(4, 0, 1, 3, 2, unused)
+    )
     assert tables.tolist() == [[4, 0, -1], [-1] * 3, [1, 3, 2]]
     assert lengths.tolist() == [8, 0, 9]
 
