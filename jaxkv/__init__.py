@@ -21,6 +21,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`;
   `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight.
 - **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
+- **Block tables**: `block_tables_from_csr` makes them from FlashInfer's `paged_kv_indptr` and `paged_kv_indices`.
 - **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`,
   `StateEntry`.  `TokenShards` defines which tokens of a request each of several devices' caches has.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
@@ -43,6 +44,7 @@ from jaxkv.ops.blocks import convert_blocks, copy_blocks, read_blocks, write_blo
 from jaxkv.ops.gathers import gather_entries, gather_indexer_k, gather_kv, gather_mla
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
+from jaxkv.ops.page_tables import block_tables_from_csr
 from jaxkv.ops.plan import DecodePlan, plan_decode
 from jaxkv.ops.prefill import prefill_kv, prefill_mla
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
@@ -98,6 +100,8 @@ __all__ = [  # noqa: RUF022 (the order of the API reference)
     # Slots
     "slots_for",
     "ragged_slots",
+    # Block tables
+    "block_tables_from_csr",
     # Caches
     "KVCache",
     "CacheLayout",

@@ -24,8 +24,9 @@ def merge_states(
 
     Args:
       outs: N arrays [..., D], or one [N, ..., D]: partial results for the same queries.
-      lses: N arrays [...], or one [N, ...]: their float32 log-sum-exps, natural logarithm.  A part without keys has
-        -inf (some kernels return +inf or NaN); its result is ignored.
+      lses: N arrays [...], or one [N, ...]: their float32 log-sum-exps, natural logarithm.  Multiply those of base 2,
+        which FlashInfer returns, by `math.log(2)`.  A part without keys has -inf (some kernels return +inf or NaN); its
+        result is ignored.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:

@@ -118,6 +118,11 @@ def write_blocks(blocks=(0, 5)):
     return jaxkv.write_blocks(jaxkv.KVCache.zeros(MLA), ints(blocks), rows)
 
 
+def block_tables_from_csr(indptr=(0, 2, 2, 5), indices=(4, 0, 1, 3, 2), last_page_len=(4, 0, 1), max_blocks=3):
+    arrays = ints(indptr), ints(indices), ints(last_page_len)
+    return jaxkv.block_tables_from_csr(*arrays, block_size=4, max_blocks=max_blocks)
+
+
 def grouped_swiglu(experts=((0, 2), (-1, 1))):
     x, weights = jnp.ones((2, 8)), jnp.ones((2, 2))
     return jaxkv.grouped_swiglu(x, ints(experts), weights, *[jnp.ones((3, 4, 8))] * 2, jnp.ones((3, 8, 4)))

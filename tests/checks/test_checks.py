@@ -17,6 +17,7 @@ from checks.calls import (
     MLA,
     OPERATIONS,
     TABLES,
+    block_tables_from_csr,
     copy_blocks,
     decode_kv,
     decode_mla,
@@ -139,6 +140,36 @@ MISUSE = {
     "read of no block": (read_blocks, dict(blocks=[0, 1, 6]), "`blocks`[2] is 6: the cache has blocks 0 to 5"),
     "write of no block": (write_blocks, dict(blocks=[-1, 1]), "`blocks`[0] is -1: the cache has blocks 0 to 5"),
     "write of a block twice": (write_blocks, dict(blocks=[1, 1]), "`blocks`[1] is 1: this block is written twice"),
+    "page table not from 0": (
+        block_tables_from_csr,
+        dict(indptr=[1, 2, 2, 5]),
+        "`indptr`[0] is 1: a running sum starts at 0",
+    ),
+    "page table whose sums fall": (
+        block_tables_from_csr,
+        dict(indptr=[0, 2, 1, 5]),
+        "`indptr`[2] is 1: a running sum never falls",
+    ),
+    "page table without ids": (
+        block_tables_from_csr,
+        dict(indices=[4, 0, 1, 3]),
+        "`indptr`[3] is 5: `indices` has 4 block ids",
+    ),
+    "page table of too many blocks": (
+        block_tables_from_csr,
+        dict(max_blocks=2),
+        "`indptr`[3] is 5: the request that ends there has 3 blocks, and `max_blocks` is 2",
+    ),
+    "too many tokens of a last block": (
+        block_tables_from_csr,
+        dict(last_page_len=[4, 0, 5]),
+        "`last_page_len`[2] is 5: a last block has 1 to 4 tokens",
+    ),
+    "no tokens of a last block": (
+        block_tables_from_csr,
+        dict(last_page_len=[0, 0, 1]),
+        "`last_page_len`[0] is 0: a last block has 1 to 4 tokens",
+    ),
 }
 
 
@@ -209,6 +240,7 @@ def test_bytes_outside_the_cache_of_a_bad_write_stay_as_they_were():
         (decode_mla_sparse, {"counts": [1, 2]}),
         (gather_mla, {"starts": [0, 0]}),
         (planned_decode_mla, {}),
+        (block_tables_from_csr, {}),
     ],
 )
 def test_strict_programs_may_be_checked(operation, optional):
@@ -309,6 +341,16 @@ def test_no_tokens_are_no_misuse(operation):
 
 def test_no_blocks_are_no_misuse():
     jaxkv.checked(lambda: (copy_blocks([], []), read_blocks([]), write_blocks([])))()
+
+
+@pytest.mark.parametrize("unused", [-(2**31), -1, 0, 5, 2**31 - 1])
+def test_page_tables_of_empty_requests_are_no_misuse(unused):
+    """Whatever the tokens of their last block are, and the ids past the last sum."""
+    tables, lengths = jaxkv.checked(block_tables_from_csr)(
+        last_page_len=(4, unused, 1), indices=(4, 0, 1, 3, 2, unused)
+    )
+    assert tables.tolist() == [[4, 0, -1], [-1] * 3, [1, 3, 2]]
+    assert lengths.tolist() == [8, 0, 9]
 
 
 def test_pairs_without_a_copy_are_no_misuse():

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv.cli import BENCHMARKS, COMMANDS, main
+from support.compare import assert_close
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -54,6 +57,58 @@ def test_prefill_and_decode_run():
     exec(code.replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), scope)
     assert scope["logits"].shape == (1, scope["model"].config.vocab_size)
     assert scope["logits"].argmax() != scope["token"]
+
+
+def flashinfer_attention(q, k, v, scale):
+    """The results o [Hq, D] and s [Hq] of FlashInfer's kernels for q [Hq, D] and keys k [S, H, D]: s has base 2."""
+    if not len(k):
+        return np.zeros(q.shape), np.full(len(q), -np.inf)
+    k, v = (np.repeat(x, len(q) // x.shape[1], axis=1) for x in (k, v))
+    x = np.einsum("hd,shd->hs", q, k) * scale * np.log2(np.e)
+    m = x.max(axis=1, keepdims=True)
+    d = np.exp2(x - m).sum(axis=1, keepdims=True)
+    return np.einsum("hs,shd->hd", np.exp2(x - m) / d, v), (m + np.log2(d))[:, 0]
+
+
+def flashinfer_merge_state(v_a, s_a, v_b, s_b):
+    """As its kernel computes it, from logarithms of base 2; 0 and -inf where it computes NaN, without any keys."""
+    s_max = np.maximum(s_a, s_b)
+    a, b = (np.exp2(s - np.where(s_max == -np.inf, 0, s_max)) for s in (s_a, s_b))
+    total = np.where(s_max == -np.inf, 1, a + b)
+    merged = (a[..., None] * v_a + b[..., None] * v_b) / total[..., None]
+    return merged, s_max + np.log2(total)
+
+
+def test_results_of_flashinfer_and_jaxkv_are_merged():
+    """Of requests with keys in both caches, in one of them, and in none."""
+    code = code_in("jaxkv/ops", "import math")
+    indptr, indices, last_page_len = np.asarray([0, 3, 4, 4, 4]), np.asarray([7, 0, 5, 2]), np.asarray([13, 8, 1, 1])
+    own, others, scale = (45, 8, 0, 0), (30, 0, 7, 0), 0.3
+    rng = np.random.default_rng(0)
+    pages = rng.standard_normal((8, 16, 2, 2, 64)).astype(np.float32)  # blocks, tokens, keys and values, heads
+    layout = jaxkv.CacheLayout(
+        num_layers=1, num_blocks=8, block_size=16, num_heads=2, entry=jaxkv.KVEntry("f32", head_dim=64)
+    )
+    cache = jaxkv.KVCache.zeros(layout)
+    k, v = (jnp.asarray(pages[:, :, i].reshape(128, 2, 64)) for i in (0, 1))
+    cache = jaxkv.write_kv(cache, k, v, jnp.arange(128), layer=0)
+    q = rng.standard_normal((4, 4, 64)).astype(np.float32)
+    first, second = [], []
+    for b in range(4):
+        blocks = pages[indices[indptr[b] : indptr[b + 1]]].reshape(-1, 2, 2, 64)[: own[b]]
+        first.append(flashinfer_attention(q[b], blocks[:, 0], blocks[:, 1], scale))
+        elsewhere = rng.standard_normal((others[b], 2, 2, 64))
+        second.append(flashinfer_attention(q[b], elsewhere[:, 0], elsewhere[:, 1], scale))
+    (v_a, s_a), (v_b, s_b) = ([np.stack(x) for x in zip(*parts, strict=True)] for parts in (first, second))
+    scope = {"indptr": indptr, "indices": indices, "last_page_len": last_page_len, "q": jnp.asarray(q)}
+    scope |= {"cache": cache, "scale": scale, "v": jnp.asarray(v_b, jnp.float32), "s": jnp.asarray(s_b, jnp.float32)}
+    exec(code, scope)
+    right_v, right_s = flashinfer_merge_state(v_a, s_a, v_b, s_b)
+    assert scope["seq_lens"].tolist() == list(own)
+    assert scope["s"].dtype == np.float32
+    assert_close(scope["out"], right_v, roundings=16, magnitude=2)
+    assert_close(scope["s"], right_s, roundings=16)
+    assert np.isneginf(right_s[3]).all()
 
 
 def test_blocks_are_offloaded_and_loaded(tmp_path):

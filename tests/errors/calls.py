@@ -187,6 +187,11 @@ def positions_to_slots(a, **changes):
     return call(jaxkv.positions_to_slots, dict(positions=a.chosen, block_tables=a.tables, block_size=4), changes)
 
 
+def block_tables_from_csr(a, **changes):
+    given = dict(indptr=a.tables[0], indices=a.slots, last_page_len=a.lengths)  # one block each
+    return call(jaxkv.block_tables_from_csr, dict(**given, block_size=16, max_blocks=3), changes)
+
+
 def merge_states(a, **changes):
     return call(jaxkv.merge_states, dict(outs=a.outs, lses=a.lses), changes)
 
@@ -243,13 +248,14 @@ OF_ANY_CACHE = {
 OF_NO_CACHE = {
     "select_topk": select_topk,
     "positions_to_slots": positions_to_slots,
+    "block_tables_from_csr": block_tables_from_csr,
     "merge_states": merge_states,
     "select_experts": select_experts,
     "grouped_swiglu": grouped_swiglu,
     "scaled_linear": scaled_linear,
 }
 OPERATIONS = {name: case[0] for name, case in {**OF_ONE_CACHE, **OF_ANY_CACHE}.items()} | OF_NO_CACHE
-DISPATCHED = [name for name in OPERATIONS if name != "positions_to_slots"]
+DISPATCHED = [name for name in OPERATIONS if name not in ("positions_to_slots", "block_tables_from_csr")]
 OF_BATCHES = {
     "decode_mla": decode_mla,
     "decode_kv": decode_kv,

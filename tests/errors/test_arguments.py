@@ -12,6 +12,7 @@ from errors.calls import (
     OF_ONE_CACHE,
     OPERATIONS,
     SIZES,
+    block_tables_from_csr,
     cases,
     check,
     decode_kv,
@@ -383,6 +384,26 @@ HELPERS = [
         "ragged_slots of total 0.5",
         lambda a: jaxkv.ragged_slots(a.tables, a.cu_seq_lens, total=0.5, block_size=4),
         ["`total`", "0.5"],
+    ),
+    ("page tables of lists", lambda a: block_tables_from_csr(a, indices=[0, 1]), ["`indices` is a list", "array [n]"]),
+    (
+        "page tables of B sums",
+        lambda a: block_tables_from_csr(a, indptr=a.lengths),
+        ["`indptr`", "(2,)", "[3]", "one more than `last_page_len`"],
+    ),
+    ("page tables of floats", lambda a: block_tables_from_csr(a, indptr=a.tables[0] * 1.0), ["`indptr`", "float32"]),
+    (
+        "page tables of no requests",
+        lambda a: block_tables_from_csr(a, indptr=a.ids[:1], last_page_len=a.lengths[:0]),
+        ["`last_page_len`", "(0,)", "B at least 1"],
+    ),
+    ("page tables of rank 2", lambda a: block_tables_from_csr(a, indices=a.tables), ["`indices`", "(2, 3)", "[n]"]),
+    ("page tables of block_size 0", lambda a: block_tables_from_csr(a, block_size=0), ["`block_size`", "is 0:"]),
+    ("page tables of no columns", lambda a: block_tables_from_csr(a, max_blocks=0), ["`max_blocks`", "is 0:"]),
+    (
+        "page tables of a traced number of columns",
+        lambda a: block_tables_from_csr(a, max_blocks=a.lengths[0]),
+        ["`max_blocks`", "static"],
     ),
 ]
 

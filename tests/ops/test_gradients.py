@@ -54,6 +54,7 @@ MODES = {
     "scaled_linear, products of e4m3": REFUSED,
     "slots_for": NO_FLOATS,
     "ragged_slots": NO_FLOATS,
+    "block_tables_from_csr": NO_FLOATS,
     "prefill_mla": FORWARD,
     "prefill_mla, ragged": FORWARD,
     "prefill_kv": FORWARD,

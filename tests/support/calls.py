@@ -247,6 +247,11 @@ def _ragged_slots(n, d):
     return dict(block_tables=d.distinct(6, n.B, n.M), cu_seq_lens=sums, total=6, block_size=4, seq_starts=starts)
 
 
+def _block_tables_from_csr(n, d):
+    pages = {"indptr": np.sort(d.ints(0, n.n + 1, n.B + 1)), "indices": d.distinct(6, n.n)}
+    return dict(**pages, last_page_len=d.ints(1, 5, n.B), block_size=4, max_blocks=3)
+
+
 def _write_blocks(n, d):
     rows = d.floats(n.n, MLA.pages.block_elements)
     return dict(cache=d.cache(MLA), blocks=d.distinct(6, n.n), data=rows)
@@ -296,6 +301,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
         block_tables=d.distinct(6, n.B, n.M), positions=d.ints(-1, 9, n.B, n.T), block_size=4
     ),
     "ragged_slots": _ragged_slots,
+    "block_tables_from_csr": _block_tables_from_csr,
     "prefill_mla": _prefill_mla,
     "prefill_mla, ragged": _prefill_mla_ragged,
     "prefill_kv": _prefill_kv,

@@ -132,7 +132,7 @@ jaxkv.prefill_mla(q[:, None], q_pe[:, None], w_uk, w_uv, keys, tables, lengths, 
 jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, return_lse=True).shape
 
 
-# The indexer, experts, blocks and diagnosis.
+# The indexer, experts, blocks, tables and diagnosis.
 
 # argument: latents for the indexer
 jaxkv.indexer_logits(q_kv[:, None], q_kv[:, None, :, 0], cache, tables, lengths, layer=0, max_len=256)
@@ -142,6 +142,14 @@ jaxkv.indexer_logits(q_kv[:, None], q_kv[:, None, :, 0], keys, tables, lengths, 
 jaxkv.select_experts(q_kv[:, 0], 4, scoring="relu")
 # argument: an ordinary weight
 jaxkv.scaled_linear(q_kv[:, 0], w_uk[0])
+# missing: no number of columns of the tables
+jaxkv.block_tables_from_csr(lengths, lengths, lengths, block_size=64)
+# argument: block ids in a list
+jaxkv.block_tables_from_csr(lengths, [0, 1], lengths, block_size=64, max_blocks=4)
+# argument: a traced number of columns
+jaxkv.block_tables_from_csr(lengths, lengths, lengths, block_size=64, max_blocks=lengths[0])
+# attribute: tables and lengths are returned
+jaxkv.block_tables_from_csr(lengths, lengths, lengths, block_size=64, max_blocks=4).shape
 # argument: layouts instead of payloads
 jaxkv.convert_blocks(cache, layout, layout)
 # missing: one of the two layouts

@@ -60,6 +60,9 @@ assert_type(jaxkv.write_state(states, {"ssm": np.ones((2, 4))}, lengths, layer=0
 logits = jaxkv.indexer_logits(q_kv[:, None], q_kv[:, None, :, 0], keys, tables, lengths, layer=0, max_len=256)
 assert_type(jaxkv.select_topk(logits, 64), jax.Array)
 assert_type(jaxkv.merge_states([q, q], (q[..., 0], q[..., 0])), tuple[jax.Array, jax.Array])
+paged = jaxkv.block_tables_from_csr(lengths, np.zeros(4, np.int32), lengths, block_size=64, max_blocks=4)
+assert_type(paged, tuple[jax.Array, jax.Array])
+assert_type(jaxkv.decode_kv(q_kv, kv_cache, *paged, layer=0, scale=0.1), jax.Array)
 assert_type(jaxkv.select_experts(q_kv[:, 0], 4, scoring="sigmoid"), tuple[jax.Array, jax.Array])
 
 packed = PackedLayout(
