@@ -209,13 +209,14 @@ def trace(operation: str, implementation: str, form: str) -> Record:
 
 @contextmanager
 def assumed_hopper() -> Iterator[None]:
-    """The default device seems to be a Hopper GPU, with cuDNN."""
+    """The default device seems to be a Hopper GPU, with cuDNN, for which Triton's packages can build kernels."""
     devices = mock.Mock(return_value=[Hopper()])
     found = {"default_backend": mock.Mock(return_value="gpu"), "devices": devices, "local_devices": devices}
     with (
         mock.patch.multiple(jax, **found),
         mock.patch(f"{CUDNN}.check_cudnn_version", return_value=91000),
         mock.patch(f"{CUDNN}.check_compute_capability", return_value=True),
+        mock.patch("jaxkv_kernels.triton.available._misfit", return_value=()),
     ):
         yield
 

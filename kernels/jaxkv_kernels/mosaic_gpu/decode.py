@@ -5,10 +5,10 @@ split requests by `combine`.  A few formats of latents are decoded by the kernel
 (`by_slots`).
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -52,66 +52,118 @@ def by_slots(entry: MLAEntry | KVEntry, rows: int) -> bool:
 Config = MLADenseConfig | QuantisedMLADenseConfig | MLASwapABConfig | QuantisedSwapABConfig | GQAConfig
 
 
-@dataclass(frozen=True)
 class Schedule:
     """A kernel of dense attention, and how its calls are planned.  `rows` are those of `rows_of`."""
 
-    default_config: Callable[[Any, int], Config]
-    """The default configuration, given the entry and `rows`."""
-    unsupported_reasons: Callable[[DecodeCall | PlanDecode, int], Iterator[str]]
-    """Reasons against a call or its plan with `rows`."""
-    attend: Callable[..., KernelResults]
-    """The results of whole requests and splits, given a call with its plan, queries and a configuration."""
-    step: int
+    step: ClassVar[int]
     """Requests are split at multiples of this many tokens."""
-    shares_keys: bool = False
+    shares_keys: ClassVar[bool] = False
     """Whether two CTAs of a cluster can share the keys of a request."""
 
+    def default_config(self, entry: Any, rows: int) -> Config:
+        """The default configuration."""
+        raise NotImplementedError
 
-MLA_DENSE = Schedule(
-    default_config=lambda entry, rows: mla_dense.default_config(rows),
-    unsupported_reasons=lambda call, rows: mla_dense.unsupported_reasons(call),
-    attend=mla_dense.attend,
-    step=PAIR,
-    shares_keys=True,
-)
-QUANTISED_MLA_DENSE = replace(
-    MLA_DENSE, default_config=lambda entry, rows: QuantisedMLADenseConfig(), shares_keys=False
-)
-MLA_SWAP_AB = Schedule(
-    default_config=lambda entry, rows: MLASwapABConfig(),
-    unsupported_reasons=lambda call, rows: mla_dense_swap_ab.unsupported_reasons(call),
-    attend=mla_dense_swap_ab.attend,
-    step=TILE,
-    shares_keys=True,
-)
-QUANTISED_MLA_SWAP_AB = Schedule(
-    default_config=lambda entry, rows: QuantisedSwapABConfig(),
-    unsupported_reasons=lambda call, rows: quantised_swap_ab.mla_reasons(call),
-    attend=quantised_swap_ab.attend,
-    step=TILE,
-)
-GQA = Schedule(
-    default_config=lambda entry, rows: GQAConfig(),
-    unsupported_reasons=lambda call, rows: gqa.unsupported_reasons(call),
-    attend=gqa.attend,
-    step=PAIR,
-)
-QUANTISED_GQA = Schedule(
-    default_config=lambda entry, rows: quantised_swap_ab.gqa_config(entry),
-    unsupported_reasons=lambda call, rows: quantised_swap_ab.gqa_reasons(call, rows, SWAP_AB_ROWS),
-    attend=quantised_swap_ab.attend,
-    step=TILE,
-)
+    def unsupported_reasons(self, call: Any, rows: int) -> Iterator[str]:
+        """Reasons against a call or its plan."""
+        raise NotImplementedError
+
+    def attend(self, call: Any, queries: Any, config: Any, *, interpret: bool) -> KernelResults:
+        """The results of whole requests and splits, given a call with its plan, queries and a configuration."""
+        raise NotImplementedError
+
+
+class MLADense(Schedule):
+    """Latents, in tiles of 64 rows."""
+
+    step, shares_keys = PAIR, True
+
+    def default_config(self, entry: MLAEntry, rows: int) -> Config:
+        return mla_dense.default_config(rows)
+
+    def unsupported_reasons(self, call: DecodeMLA | PlanDecode, rows: int) -> Iterator[str]:
+        return mla_dense.unsupported_reasons(call)
+
+    def attend(self, call: DecodeMLA, queries, config, *, interpret: bool) -> KernelResults:
+        return mla_dense.attend(call, queries, config, interpret=interpret)
+
+
+class QuantisedMLADense(MLADense):
+    """The same for quantised latents."""
+
+    shares_keys = False
+
+    def default_config(self, entry: MLAEntry, rows: int) -> Config:
+        return QuantisedMLADenseConfig()
+
+
+class MLASwapAB(Schedule):
+    """Latents, for few rows."""
+
+    step, shares_keys = TILE, True
+
+    def default_config(self, entry: MLAEntry, rows: int) -> Config:
+        return MLASwapABConfig()
+
+    def unsupported_reasons(self, call: DecodeMLA | PlanDecode, rows: int) -> Iterator[str]:
+        return mla_dense_swap_ab.unsupported_reasons(call)
+
+    def attend(self, call: DecodeMLA, queries, config, *, interpret: bool) -> KernelResults:
+        return mla_dense_swap_ab.attend(call, queries, config, interpret=interpret)
+
+
+class QuantisedMLASwapAB(Schedule):
+    """Quantised latents, for few rows."""
+
+    step = TILE
+
+    def default_config(self, entry: MLAEntry, rows: int) -> Config:
+        return QuantisedSwapABConfig()
+
+    def unsupported_reasons(self, call: DecodeMLA | PlanDecode, rows: int) -> Iterator[str]:
+        return quantised_swap_ab.mla_reasons(call)
+
+    def attend(self, call: DecodeMLA, queries, config, *, interpret: bool) -> KernelResults:
+        return quantised_swap_ab.attend(call, queries, config, interpret=interpret)
+
+
+class GQA(Schedule):
+    """Keys and values."""
+
+    step = PAIR
+
+    def default_config(self, entry: KVEntry, rows: int) -> Config:
+        return GQAConfig()
+
+    def unsupported_reasons(self, call: DecodeKV | PlanDecode, rows: int) -> Iterator[str]:
+        return gqa.unsupported_reasons(call)
+
+    def attend(self, call: DecodeKV, queries, config, *, interpret: bool) -> KernelResults:
+        return gqa.attend(call, queries, config, interpret=interpret)
+
+
+class QuantisedGQA(Schedule):
+    """Quantised keys and values, for few rows."""
+
+    step = TILE
+
+    def default_config(self, entry: KVEntry, rows: int) -> Config:
+        return quantised_swap_ab.gqa_config(entry)
+
+    def unsupported_reasons(self, call: DecodeKV | PlanDecode, rows: int) -> Iterator[str]:
+        return quantised_swap_ab.gqa_reasons(call, rows, SWAP_AB_ROWS)
+
+    def attend(self, call: DecodeKV, queries, config, *, interpret: bool) -> KernelResults:
+        return quantised_swap_ab.attend(call, queries, config, interpret=interpret)
 
 
 def schedule_of(entry: MLAEntry | KVEntry, rows: int) -> Schedule:
     """The schedule of a `decode_mla` or `decode_kv` call, unless it runs `by_slots`."""
     if isinstance(entry, KVEntry):
-        return QUANTISED_GQA if entry.quantised else GQA
+        return QuantisedGQA() if entry.quantised else GQA()
     if rows > SWAP_AB_ROWS:
-        return QUANTISED_MLA_DENSE if entry.quantised else MLA_DENSE
-    return QUANTISED_MLA_SWAP_AB if entry.quantised else MLA_SWAP_AB
+        return QuantisedMLADense() if entry.quantised else MLADense()
+    return QuantisedMLASwapAB() if entry.quantised else MLASwapAB()
 
 
 def mla_unsupported_reasons(call: DecodeMLA) -> Iterator[str]:
