@@ -70,6 +70,15 @@ class ReadState(Case):
         return (slots,), {}
 
 
+class Read(ReadState):
+    """Reads entries, likewise."""
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The option `dtype`, of the result."""
+        return {"options": {"dtype": fields["dtype"]}}
+
+
 class Gather(Case):
     """Reads runs of tokens."""
 

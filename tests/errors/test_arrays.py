@@ -23,6 +23,9 @@ from errors.calls import (
     positions_to_slots,
     prefill_mla,
     read_blocks,
+    read_indexer_k,
+    read_kv,
+    read_mla,
     scaled_linear,
     select_experts,
     select_topk,
@@ -55,6 +58,8 @@ SHAPES = [
     ("slots of heads", lambda a: write_kv(a, slot_mapping=a.slots[:, None]), ["`slot_mapping`", "(5, 1)", "[5]"]),
     ("key too wide", lambda a: write_indexer_k(a, k=jnp.ones((5, 17))), ["`k`", "(5, 17)", "[T, D] = [T, 16]"]),
     ("key of heads", lambda a: write_indexer_k(a, k=a.key[:, None]), ["`k`", "(5, 1, 16)", "[T, D]"]),
+    ("slots to read of rank 2", lambda a: read_mla(a, slots=a.slots[None]), ["`slots`", "(1, 5)", "[T]"]),
+    ("one slot to read", lambda a: read_kv(a, slots=a.slots[0]), ["`slots`", "()", "[T]"]),
     ("slots of keys", lambda a: write_indexer_k(a, slot_mapping=a.slots[1:]), ["`slot_mapping`", "(4,)", "[5]"]),
     (
         "q_latent of rank 2",
@@ -378,6 +383,8 @@ DTYPES = [
         lambda a: gather_mla(a, dtype=jnp.float8_e4m3fn),
         ["`dtype`", "float8_e4m3fn", "bfloat16, float16"],
     ),
+    ("slots to read of floats", lambda a: read_mla(a, slots=a.slots + 0.5), ["`slots`", "float32", "int32"]),
+    ("read to integers", lambda a: read_indexer_k(a, dtype="int8"), ["`dtype`", "'int8'", "bfloat16, float16"]),
     ("gather to nonsense", lambda a: gather_indexer_k(a, dtype="brain"), ["`dtype`", "'brain'", "bfloat16, float16"]),
     ("gather to None", lambda a: gather_mla(a, dtype=None), ["`dtype`", "None", "bfloat16, float16, float32"]),
 ]

@@ -141,12 +141,26 @@ def test_gathers(operation, seed):
         ]
         slots = np.concatenate(slots)[: case.count] if layer_of(case, draw) is not None else np.zeros(0, np.int64)
         slots = np.pad(slots.astype(np.int64), (0, case.count - slots.size), constant_values=-1)
-        arrays = found if isinstance(found, tuple) else (found,)
-        for array, part in zip(arrays, parts, strict=True):
-            right = np.where((slots >= 0)[:, None, None], part[slots], 0).reshape(array.shape)
-            # Numbers below the smallest normal float16 have the error of that one.
-            magnitude = 2.0**-14 if str(array.dtype) == "float16" else 0
-            assert_close(array, right, roundings=2, magnitude=magnitude, what=str(case))
+        assert_entries(found, parts, slots, str(case))
+
+
+@drawn_for("read_kv", "read_mla", "read_indexer_k")
+def test_reads(operation, seed):
+    for case, draw, rng in cases(operation, seed):
+        cache, parts = filled(case, draw, rng)
+        found, _ = called(case, cache, draw, rng)
+        (slots,) = draw.index
+        known = (slots < case.layout.num_slots) & (layer_of(case, draw) is not None)
+        assert_entries(found, parts, np.where(known, slots, -1), str(case))
+
+
+def assert_entries(found, parts, slots, what):
+    """Compares arrays with the parts [slots, heads, n_i] at `slots`, which are zeros at negative ones."""
+    for array, part in zip(found if isinstance(found, tuple) else (found,), parts, strict=True):
+        right = np.where((slots >= 0)[:, None, None], part[np.maximum(slots, 0)], 0).reshape(array.shape)
+        # Numbers below the smallest normal float16 have the error of that one.
+        magnitude = 2.0**-14 if str(array.dtype) == "float16" else 0
+        assert_close(array, right, roundings=2, magnitude=magnitude, what=what)
 
 
 @drawn_for("decode_mla_sparse", "decode_mla", "decode_kv")

@@ -78,6 +78,12 @@ jaxkv.gather_indexer_k(cache, tables, lengths, layer=0, total=8)
 jaxkv.gather_mla(cache, tables, lengths, layer=0, total=lengths[0])
 # attribute: a gather of latents returns two arrays
 jaxkv.gather_mla(cache, tables, lengths, layer=0, total=8).shape
+# argument: latents for a cache of keys and values
+jaxkv.read_mla(kv_cache, lengths, layer=0)
+# missing: the block tables of a gather
+jaxkv.read_indexer_k(keys, tables, lengths, layer=0)
+# attribute: a read of keys and values returns two arrays
+jaxkv.read_kv(kv_cache, lengths, layer=0).shape
 # argument: a layout instead of a cache
 jaxkv.read_blocks(layout, lengths)
 
