@@ -18,9 +18,9 @@ from jaxkv.testing.entries import (
     Read,
     ReadBlocks,
     ReadState,
+    RotatedWrite,
     Write,
     WriteBlocks,
-    WriteMLA,
     WriteState,
 )
 from jaxkv.testing.experts import Experts, Linear, Routing
@@ -30,8 +30,8 @@ TRIES = 300
 
 
 FAMILIES: dict[str, type[Case]] = {
-    "write_mla": WriteMLA,
-    "write_kv": Write,
+    "write_mla": RotatedWrite,
+    "write_kv": RotatedWrite,
     "write_indexer_k": Write,
     "gather_mla": Gather,
     "gather_kv": Gather,

@@ -61,6 +61,7 @@ SCALES = [
     ("decode without v_scale", lambda a: decode_kv(a, cache=a.kv_fp8, k_scale=1.0), ["`v_scale`", "None", "'fp8'"]),
     ("gather without k_scale", lambda a: gather_kv(a, cache=a.kv_fp8, v_scale=1.0), ["`k_scale`", "None", "'fp8'"]),
     ("interleaved without cos_sin", lambda a: write_mla(a, interleaved=True), ["`interleaved`", "`cos_sin`"]),
+    ("interleaved keys without cos_sin", lambda a: write_kv(a, interleaved=True), ["`interleaved`", "`cos_sin`"]),
     ("kv_scale for bf16", lambda a: write_mla(a, kv_scale=0.5), ["`kv_scale`", "0.5", "'bf16'", "None"]),
     (
         "array kv_scale for bf16",
@@ -250,6 +251,7 @@ STATICS = [
             (prefill_kv, "return_lse"),
             (decode_mla_sparse, "batch_invariant"),
             (write_mla, "interleaved"),
+            (write_kv, "interleaved"),
             (select_experts, "normalize"),
         )
         for wrong in ("no", 1)

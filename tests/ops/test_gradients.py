@@ -18,6 +18,7 @@ MODES = {
     "write_mla": BOTH,
     "write_mla, rotated": BOTH,
     "write_kv": BOTH,
+    "write_kv, rotated": BOTH,
     "write_indexer_k": BOTH,
     "write_state": REFUSED,
     "read_state": NO_FLOATS,

@@ -260,6 +260,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "write_mla": _write_mla,
     "write_mla, rotated": lambda n, d: {**_write_mla(n, d), "cos_sin": d.floats(n.T, 4)},
     "write_kv": _write_kv,
+    "write_kv, rotated": lambda n, d: {**_write_kv(n, d), "cos_sin": d.floats(n.T, 8), "interleaved": True},
     "write_indexer_k": _write_indexer_k,
     "write_state": _write_state,
     "read_state": _read(STATES),

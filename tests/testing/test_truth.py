@@ -95,8 +95,10 @@ def test_writes(operation, seed):
         found, values = called(case, to_cache(layout, before), draw, rng)
         parts = [np.asarray(x.astype(jnp.float32)).reshape(case.count, layout.num_heads, -1) for x in values]
         if "cos_sin" in draw.keywords:
-            turned = rotated(parts[1][:, 0], draw.keywords["cos_sin"], interleaved=dict(case.options)["interleaved"])
-            parts[1] = np.asarray(jnp.asarray(turned).astype(values[1].dtype).astype(jnp.float32))[:, None]
+            keys = 0 if isinstance(entry, jaxkv.KVEntry) else 1
+            angles, interleaved = draw.keywords["cos_sin"][:, None], dict(case.options)["interleaved"]
+            turned = jnp.asarray(rotated(parts[keys], angles, interleaved=interleaved))
+            parts[keys] = np.asarray(turned.astype(values[keys].dtype).astype(jnp.float32))
         expected = before
         if (layer := layer_of(case, draw)) is not None:
             twin, where = packed_twin(layout, layout.dtype), address_map(layout)
@@ -112,13 +114,13 @@ def test_writes(operation, seed):
 
 
 def rotated(x, cos_sin, *, interleaved):
-    """x [T, P] with its pairs turned, rounded to float32 once."""
-    a, b = (x[:, 0::2], x[:, 1::2]) if interleaved else np.split(x, 2, axis=1)
-    cos, sin = np.split(cos_sin.astype(np.float64), 2, axis=1)
+    """x [T, H, P] with its pairs turned, rounded to float32 once."""
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else np.split(x, 2, axis=-1)
+    cos, sin = np.split(cos_sin.astype(np.float64), 2, axis=-1)
     pairs = [a * cos - b * sin, b * cos + a * sin]
     if interleaved:
         return np.stack(pairs, axis=-1).reshape(x.shape).astype(np.float32)
-    return np.concatenate(pairs, axis=1).astype(np.float32)
+    return np.concatenate(pairs, axis=-1).astype(np.float32)
 
 
 def slots_of(case, table, positions):

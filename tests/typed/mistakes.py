@@ -68,6 +68,8 @@ jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths)
 jaxkv.write_kv(kv_cache, q_kv, lengths, layer=0)
 # missing: the scale of latents for keys and values
 jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0, kv_scale=1.0)
+# missing: cosines and sines as two arguments
+jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0, cos=lengths, sin=lengths)
 # missing: the layer by position
 jaxkv.write_indexer_k(keys, q_kv[:, 0], lengths, 0)
 # attribute: a write returns a cache, not a buffer

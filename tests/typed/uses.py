@@ -52,6 +52,8 @@ prefilled_kv = jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=
 assert_type(prefilled_kv, tuple[jax.Array, jax.Array])
 
 assert_type(jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0), KVCache[KVEntry])
+turned = jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0, cos_sin=np.ones((2, 128)), interleaved=True)
+assert_type(turned, KVCache[KVEntry])
 assert_type(jaxkv.copy_blocks(keys, lengths, lengths), KVCache[IndexerEntry])
 assert_type(jaxkv.gather_mla(cache, tables, lengths, layer=0, total=8, dtype=jnp.float32), tuple[jax.Array, jax.Array])
 assert_type(jaxkv.gather_entries(keys, tables, lengths, layer=0, total=8), jax.Array)
