@@ -82,8 +82,8 @@ jaxkv.gather_mla(cache, tables, lengths, layer=0, total=lengths[0])
 jaxkv.gather_mla(cache, tables, lengths, layer=0, total=8).shape
 # argument: latents for a cache of keys and values
 jaxkv.read_mla(kv_cache, lengths, layer=0)
-# missing: the block tables of a gather
-jaxkv.read_indexer_k(keys, tables, lengths, layer=0)
+# missing: the layer of a read by position
+jaxkv.read_indexer_k(keys, lengths, 0)
 # attribute: a read of keys and values returns two arrays
 jaxkv.read_kv(kv_cache, lengths, layer=0).shape
 # argument: a layout instead of a cache
