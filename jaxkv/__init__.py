@@ -10,7 +10,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
     out = decode_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer=5, scale=192**-0.5)
 
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
-  read them back, and `gather_entries` reads their bytes.
+  read them back, and `gather_entries` reads their bytes; `read_mla`, `read_kv`, `read_indexer_k` read them by slot.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `prefill_mla`, `prefill_kv`, for many new tokens; `decode_mla_sparse`, to slots of one cache or, with `ExtraCache`, of
   two; the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and `select_slots`, which runs them on
@@ -41,7 +41,15 @@ from jaxkv.layout.layout import ORDERS, CacheLayout, Strides, TokenShards
 from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.ops.attention import decode_kv, decode_mla
 from jaxkv.ops.blocks import convert_blocks, copy_blocks, read_blocks, write_blocks
-from jaxkv.ops.gathers import gather_entries, gather_indexer_k, gather_kv, gather_mla
+from jaxkv.ops.gathers import (
+    gather_entries,
+    gather_indexer_k,
+    gather_kv,
+    gather_mla,
+    read_indexer_k,
+    read_kv,
+    read_mla,
+)
 from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_slots, select_topk
 from jaxkv.ops.merge import merge_states
 from jaxkv.ops.page_tables import block_tables_from_csr
@@ -68,6 +76,9 @@ __all__ = [  # noqa: RUF022 (the order of the API reference)
     "gather_kv",
     "gather_indexer_k",
     "gather_entries",
+    "read_mla",
+    "read_kv",
+    "read_indexer_k",
     # Attention
     "decode_mla",
     "decode_kv",

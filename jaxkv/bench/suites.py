@@ -50,6 +50,9 @@ def _cpu() -> Iterator[Workload]:
     yield cross(operation="write_indexer_k", requests=2, tokens=4096)
     yield cross(operation="gather_indexer_k", requests=2, tokens=4096)
     yield cross(operation="gather_entries", requests=2, tokens=4096, format="fp8_ds_mla")
+    yield cross(operation="read_mla", requests=2, tokens=4096)
+    yield cross(operation="read_kv", requests=2, tokens=2048, kv_heads=4)
+    yield cross(operation="read_indexer_k", requests=2, tokens=4096)
     yield cross(operation="indexer_logits", requests=2, heads=16, tokens=4096)
     yield cross(operation="write_state", requests=2, tokens=1, block_size=1)
     yield cross(operation="read_state", requests=2, tokens=1, block_size=1)
@@ -118,7 +121,7 @@ def _blocks() -> Iterator[Workload]:
 
 
 def _copies() -> Iterator[Workload]:
-    """The suite `copies`: writes and gathers of 8,192 tokens, writes of 128 tokens, and copies of 64 blocks."""
+    """The suite `copies`: writes, gathers and reads of 8,192 tokens, writes of 128 tokens, and copies of 64 blocks."""
     mla = partial(workload, suite="copies", layers=MLA_LAYERS)
     yield mla(operation="write_mla", requests=8, tokens=1024)
     yield mla(operation="write_mla", requests=128, tokens=1)
@@ -130,6 +133,9 @@ def _copies() -> Iterator[Workload]:
     yield mla(operation="write_indexer_k", requests=8, tokens=1024)
     yield mla(operation="gather_indexer_k", requests=8, tokens=1024)
     yield mla(operation="gather_entries", requests=8, tokens=1024, format="fp8_ds_mla")
+    yield mla(operation="read_mla", requests=8, tokens=1024, format="fp8_ds_mla")
+    yield mla(operation="read_kv", requests=8, tokens=1024, kv_heads=8)
+    yield mla(operation="read_indexer_k", requests=8, tokens=1024)
     yield mla(operation="copy_blocks", requests=1, tokens=4096)
     yield mla(operation="read_blocks", requests=1, tokens=4096)
     yield mla(operation="write_blocks", requests=1, tokens=4096)

@@ -67,6 +67,12 @@ class Requests(NamedTuple):
         """The running sum of the lengths, from 0."""
         return np.cumsum([0, *self.lengths], dtype=np.int32)
 
+    @property
+    def all_slots(self) -> np.ndarray:
+        """Slots of all tokens, one request after the other."""
+        sums, rows = self.running_sum, np.repeat(np.arange(len(self.lengths)), self.lengths)
+        return self.slots(rows, np.arange(sums[-1]) - sums[rows])
+
     def slots(self, requests, positions) -> np.ndarray:
         """Slots of tokens by request and position."""
         blocks = self.tables[requests, positions // self.block_size]
@@ -278,9 +284,7 @@ class Write(Workload):
 
     def index(self, requests, rng):
         """The slots of all tokens."""
-        sums = requests.running_sum
-        rows = np.repeat(np.arange(self.requests), requests.lengths)
-        return [], [requests.slots(rows, np.arange(sums[-1]) - sums[rows])]
+        return [], [requests.all_slots]
 
     def arguments(self, cache, values, index, layer):
         """The cache, the parts of new entries, and slots."""
@@ -311,6 +315,19 @@ class Gather(Workload):
     def traffic(self) -> int:
         """Bytes of the entries, and of their values in bf16."""
         return self.entries * (self.entry.nbytes + 2 * sum(self.entry.sizes))
+
+
+class Read(Gather):
+    """Reads the tokens of all requests by their slots, in random order."""
+
+    @property
+    def options(self):
+        """None."""
+        return {}
+
+    def index(self, requests, rng):
+        """The slots of all tokens, shuffled."""
+        return [], [rng.permutation(requests.all_slots)]
 
 
 class GatherEntries(Gather):
@@ -759,6 +776,9 @@ FAMILIES: dict[str, type[Workload]] = {
     "gather_kv": Gather,
     "gather_indexer_k": Gather,
     "gather_entries": GatherEntries,
+    "read_mla": Read,
+    "read_kv": Read,
+    "read_indexer_k": Read,
     "plan_decode": Plan,
     "decode_mla": DecodeMLA,
     "decode_kv": DecodeKV,

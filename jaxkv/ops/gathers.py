@@ -1,4 +1,5 @@
-"""Reading the entries of ragged runs of tokens, such as the context that a chunked prefill attends to."""
+"""Reading entries: `gather_*` those of ragged runs of tokens, such as the context that a chunked prefill attends to;
+`read_*` those at given slots, such as the ones that an indexer selects."""
 
 from typing import Any
 
@@ -20,8 +21,8 @@ from jaxkv.checks import (
 )
 from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
-from jaxkv.ops.samples import RAGGED, TOKENS, sample_dtype, sample_options
-from jaxkv.ops.writes import entries_of
+from jaxkv.ops.samples import RAGGED, TOKENS, array, sample_dtype, sample_options
+from jaxkv.ops.writes import checked_slots, entries_of
 from jaxkv_kernels import calls
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 
@@ -177,6 +178,105 @@ def gather_entries(
     return run(calls.GatherEntries(**runs), implementation)
 
 
+def read_mla(
+    cache: KVCache[MLAEntry],
+    slots: ArrayLike,
+    *,
+    layer: ArrayLike,
+    dtype: DTypeLike = jnp.bfloat16,
+    kv_scale: ArrayLike | None = None,
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Reads the latents and rotary keys at slots: the counterpart of `write_mla`.
+
+    Args:
+      cache: a cache of `MLAEntry`.
+      slots: int32 [T], in any order; a slot may occur several times.
+      layer: int, or traced int32 scalar.
+      dtype: dtype of the result: bfloat16, float16 or float32.
+      kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
+
+    Returns:
+      kv_c [T, R] and k_pe [T, P]; 0 where the slot is negative or past the cache, or the layer is outside the cache.
+
+    Raises:
+      ValueError: a shape, dtype, static layer or scale is wrong.
+    """
+    check_cache(cache, MLAEntry)
+    kv_scale, dtype = entry_scale("kv_scale", kv_scale, cache), float_dtype("dtype", dtype)
+    return run(calls.ReadMLA(**_checked_read(cache, slots, layer), kv_scale=kv_scale, dtype=dtype), implementation)
+
+
+def read_kv(
+    cache: KVCache[KVEntry],
+    slots: ArrayLike,
+    *,
+    layer: ArrayLike,
+    dtype: DTypeLike = jnp.bfloat16,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Reads the keys and values at slots: like `read_mla`, for a cache of `KVEntry`.
+
+    Args:
+      cache: a cache of `KVEntry`.
+      slots: int32 [T], as in `read_mla`.
+      layer: int, or traced int32 scalar.
+      dtype: dtype of the result: bfloat16, float16 or float32.
+      k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
+      v_scale: the same for v; value = stored * v_scale.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
+
+    Returns:
+      k [T, H, D] and v [T, H, Dv]; 0 where the slot is negative or past the cache, or the layer is outside the cache.
+
+    Raises:
+      ValueError: a shape, dtype, static layer or scale is wrong.
+    """
+    check_cache(cache, KVEntry)
+    k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
+    v_scale = entry_scale("v_scale", v_scale, cache, heads=True)
+    dtype = float_dtype("dtype", dtype)
+    read = _checked_read(cache, slots, layer)
+    return run(calls.ReadKV(**read, k_scale=k_scale, v_scale=v_scale, dtype=dtype), implementation)
+
+
+def read_indexer_k(
+    cache: KVCache[IndexerEntry],
+    slots: ArrayLike,
+    *,
+    layer: ArrayLike,
+    dtype: DTypeLike = jnp.bfloat16,
+    implementation: Implementations | None = None,
+) -> jax.Array:
+    """Reads the indexer keys at slots: like `read_mla`, for a cache of `IndexerEntry`.
+
+    Args:
+      cache: a cache of `IndexerEntry`.
+      slots: int32 [T], as in `read_mla`.
+      layer: int, or traced int32 scalar.
+      dtype: dtype of the result: bfloat16, float16 or float32.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
+
+    Returns:
+      k [T, D]; 0 where the slot is negative or past the cache, or the layer is outside the cache.
+
+    Raises:
+      ValueError: a shape, dtype or static layer is wrong.
+    """
+    check_cache(cache, IndexerEntry)
+    dtype = float_dtype("dtype", dtype)
+    return run(calls.ReadIndexerK(**_checked_read(cache, slots, layer), dtype=dtype), implementation)
+
+
+def _checked_read(cache: KVCache, slots, layer) -> dict[str, Any]:
+    """The fields that all reads at slots have, checked."""
+    slots, layer = checked_slots("slots", slots, layer, cache, Dims(), written=False)
+    return {**entries_of(cache), "slots": slots, "layer": layer}
+
+
 def _checked_runs(cache: KVCache, block_tables, cu_seq_lens, seq_starts, layer, total) -> dict[str, Any]:
     """The fields that all gathers have, checked."""
     dims = Dims()
@@ -215,6 +315,14 @@ def _sample(*scales):
     return sample
 
 
+def _sample_read(*scales):
+    def sample(cache):
+        options = {"dtype": sample_dtype(cache.layout.entry), **sample_options(cache, *scales)}
+        return (cache, array("int32", TOKENS)), options
+
+    return sample
+
+
 def _sample_entries(cache):
     return (cache, *RAGGED), {"total": TOKENS, "layer": 0}
 
@@ -224,4 +332,7 @@ OPERATIONS = (
     Operation(gather_kv, _sample("k_scale", "v_scale"), entries=(KVEntry,)),
     Operation(gather_indexer_k, _sample(), entries=(IndexerEntry,)),
     Operation(gather_entries, _sample_entries, entries=(MLAEntry, KVEntry, IndexerEntry)),
+    Operation(read_mla, _sample_read("kv_scale"), entries=(MLAEntry,)),
+    Operation(read_kv, _sample_read("k_scale", "v_scale"), entries=(KVEntry,)),
+    Operation(read_indexer_k, _sample_read(), entries=(IndexerEntry,)),
 )

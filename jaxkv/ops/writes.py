@@ -1,5 +1,6 @@
 """Storing the entries of new tokens."""
 
+from functools import partial
 from typing import Any
 
 import jax
@@ -7,12 +8,13 @@ from jax.typing import ArrayLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.checks import Dims, check_cache, entry_scale, int32, layer_index, mla_dims, static_bool
+from jaxkv.checks import Dims, check_cache, computed, entry_scale, int32, layer_index, mla_dims, static_bool
 from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array, sample_new, sample_options
 from jaxkv_kernels import calls
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.rotary import rotated
 
 
 def write_mla(
@@ -53,13 +55,7 @@ def write_mla(
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
     kv_c, k_pe = dims.check("kv_c", kv_c, "T R"), dims.check("k_pe", k_pe, "T P")
-    interleaved = static_bool("interleaved", interleaved)
-    if cos_sin is not None:
-        cos_sin = dims.check("cos_sin", cos_sin, "T P", ("float32",))
-        if not dims["P"] or dims["P"] % 2:
-            raise ValueError(f"`cos_sin` has {dims['P']} values per token: expected a rotary part of pairs of values")
-    elif interleaved:
-        raise ValueError("`interleaved` is set: expected `cos_sin` too, because keys are not rotated without it")
+    cos_sin, interleaved = _checked_rotation(cos_sin, interleaved, dims, "P")
     kv_scale = entry_scale("kv_scale", kv_scale, cache)
     slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
     call = calls.WriteMLA(
@@ -78,18 +74,25 @@ def write_kv(
     layer: ArrayLike,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
+    cos_sin: ArrayLike | None = None,
+    interleaved: bool = False,
     implementation: Implementations | None = None,
 ) -> KVCache[KVEntry]:
     """Stores keys and values of all heads.
 
     Args:
       cache: a cache of `KVEntry`.
-      k: float [T, H, D].
+      k: float [T, H, D], after RoPE, or before it if `cos_sin` is passed.
       v: float [T, H, Dv].
       slot_mapping: int32 [T], as in `write_mla`.
       layer: int, or traced int32 scalar, as in `write_mla`.
       k_scale: float scalar or [H], required by format `fp8` and rejected by the others; stored = value / k_scale.
       v_scale: the same for v; stored = value / v_scale.
+      cos_sin: float32 [T, D], the cosines and then the sines of D / 2 angles per token, by which the pairs of values of
+        each head of `k` are rotated, as in `write_mla`.  All D values are rotated; rotate keys of which only some are
+        rotary beforehand.  XLA rotates the keys, on GPUs before the kernel that stores them.
+      interleaved: static; whether pairs are values 2i and 2i + 1 of a key, instead of i and i + D / 2, as in
+        `write_mla`.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -106,9 +109,12 @@ def write_kv(
         Dv=(entry.sizes[1], "the entry's value_dim"),
     )
     k, v = dims.check("k", k, "T H D"), dims.check("v", v, "T H Dv")
+    cos_sin, interleaved = _checked_rotation(cos_sin, interleaved, dims, "D")
     k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
     v_scale = entry_scale("v_scale", v_scale, cache, heads=True)
     slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
+    if cos_sin is not None:
+        k = computed(partial(_rotated_heads, interleaved=interleaved), k, cos_sin)
     call = calls.WriteKV(
         **entries_of(cache), k=k, v=v, slot_mapping=slots, layer=layer, k_scale=k_scale, v_scale=v_scale
     )
@@ -146,6 +152,24 @@ def write_indexer_k(
     slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
     call = calls.WriteIndexerK(**entries_of(cache), k=k, slot_mapping=slots, layer=layer)
     return KVCache(run(call, implementation), cache.layout)
+
+
+def _checked_rotation(cos_sin, interleaved, dims: Dims, axis: str) -> tuple[jax.Array | None, bool]:
+    """`cos_sin` [T, `axis`] and `interleaved` of a write; ValueError if they are wrong."""
+    interleaved = static_bool("interleaved", interleaved)
+    if cos_sin is not None:
+        cos_sin = dims.check("cos_sin", cos_sin, f"T {axis}", ("float32",))
+        if not dims[axis] or dims[axis] % 2:
+            raise ValueError(f"`cos_sin` has {dims[axis]} values per token: expected keys of pairs of values")
+    elif interleaved:
+        raise ValueError("`interleaved` is set: expected `cos_sin` too, because keys are not rotated without it")
+    return cos_sin, interleaved
+
+
+@partial(jax.jit, static_argnames="interleaved")
+def _rotated_heads(k: jax.Array, cos_sin: jax.Array, *, interleaved: bool) -> jax.Array:
+    """Keys [T, H, D], of which all heads are rotated by `cos_sin` [T, D]."""
+    return rotated(k, cos_sin[:, None], interleaved=interleaved)
 
 
 def checked_slots(

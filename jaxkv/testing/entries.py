@@ -2,6 +2,7 @@
 
 import numpy as np
 
+import jaxkv
 from jaxkv.testing.case import PER_HEAD, Case, Index, Shapes
 from jaxkv.testing.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
 from jaxkv.testing.layouts import pick
@@ -25,19 +26,19 @@ class Write(Case):
 ROTATED = "cos_sin"
 
 
-class WriteMLA(Write):
-    """Stores latents, some of them with rotary keys that the write rotates."""
+class RotatedWrite(Write):
+    """Stores latents, or keys and values; some of these writes rotate the rotary keys or the keys."""
 
     @classmethod
     def optional(cls):
-        """`cos_sin`, by which rotary keys are rotated."""
+        """`cos_sin`, by which keys are rotated."""
         return (ROTATED, PER_HEAD)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
         """The option `interleaved`, of writes that rotate keys; only pairs of values can be rotated."""
-        rope, interleaved = layout.entry.sizes[1], bool(rng.integers(2))
-        if not rope or rope % 2:
+        rotary, interleaved = _rotary(layout.entry), bool(rng.integers(2))
+        if not rotary or rotary % 2:
             return {"extras": tuple(name for name in fields["extras"] if name != ROTATED)}
         return {"options": {"interleaved": interleaved} if ROTATED in fields["extras"] else {}}
 
@@ -45,9 +46,14 @@ class WriteMLA(Write):
         """The slots to write; cosines and sines with which all products are exact, on every device."""
         index, keywords = super().index(rng, live)
         if ROTATED in self.extras:
-            shape = self.count, self.layout.entry.sizes[1]
+            shape = self.count, _rotary(self.layout.entry)
             keywords[ROTATED] = rng.choice([0, 1, -1, 0.5, -0.25], shape).astype(np.float32)
         return index, keywords
+
+
+def _rotary(entry) -> int:
+    """How many values of a token or head a write can rotate: those of a rotary part, or of a key."""
+    return entry.sizes[0 if isinstance(entry, jaxkv.KVEntry) else 1]
 
 
 class WriteState(Write):
@@ -68,6 +74,15 @@ class ReadState(Case):
         slots = np.where(outside, rng.choice([*FAR, live.size], self.count), rng.integers(live.size, size=self.count))
         live[slots[~outside]] = True
         return (slots,), {}
+
+
+class Read(ReadState):
+    """Reads entries, likewise."""
+
+    @classmethod
+    def sizes(cls, rng, layout, fields):
+        """The option `dtype`, of the result."""
+        return {"options": {"dtype": fields["dtype"]}}
 
 
 class Gather(Case):

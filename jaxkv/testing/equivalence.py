@@ -148,7 +148,8 @@ def _calls(entry, heads: int) -> dict[str, Run]:
     total, batch = sum(LENGTHS), len(LENGTHS)
     # Several query tokens take XLA much longer to compile, and do not change how entries are decoded.
     tokens = 1 if entry.quantised else 2
-    ragged: dict[str, Any] = {"layer": LAYER, "total": total, "dtype": jnp.float32}
+    single: dict[str, Any] = {"layer": LAYER, "dtype": jnp.float32}
+    ragged = {**single, "total": total}
 
     def run(operation, *args, **options) -> Run:
         return lambda cache, implementation: operation(cache, *args, **options, implementation=implementation)
@@ -166,6 +167,7 @@ def _calls(entry, heads: int) -> dict[str, Run]:
         return {
             "write_mla": run(jaxkv.write_mla, *values, slots, layer=LAYER, **scale),
             "gather_mla": run(jaxkv.gather_mla, tables, cu_seq_lens, **scale, **ragged),
+            "read_mla": run(jaxkv.read_mla, slots[::-1], **scale, **single),
             "decode_mla": attend(jaxkv.decode_mla, queries, tables, lengths, scale=0.07, **scale),
             "decode_mla_sparse": attend(jaxkv.decode_mla_sparse, sparse, chosen, scale=0.07, **scale),
         }
@@ -176,6 +178,7 @@ def _calls(entry, heads: int) -> dict[str, Run]:
         return {
             "write_kv": run(jaxkv.write_kv, *values, slots, layer=LAYER, **scale),
             "gather_kv": run(jaxkv.gather_kv, tables, cu_seq_lens, **scale, **ragged),
+            "read_kv": run(jaxkv.read_kv, slots[::-1], **scale, **single),
             "decode_kv": attend(jaxkv.decode_kv, queries, tables, lengths, scale=0.09, **scale),
         }
     if isinstance(entry, jaxkv.StateEntry):
@@ -188,6 +191,7 @@ def _calls(entry, heads: int) -> dict[str, Run]:
     return {
         "write_indexer_k": run(jaxkv.write_indexer_k, key, slots, layer=LAYER),
         "gather_indexer_k": run(jaxkv.gather_indexer_k, tables, cu_seq_lens, **ragged),
+        "read_indexer_k": run(jaxkv.read_indexer_k, slots[::-1], **single),
         "indexer_logits": lambda cache, name: jaxkv.indexer_logits(
             q,
             weights,

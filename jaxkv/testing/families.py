@@ -15,11 +15,12 @@ from jaxkv.testing.entries import (
     CopyBlocks,
     Gather,
     GatherEntries,
+    Read,
     ReadBlocks,
     ReadState,
+    RotatedWrite,
     Write,
     WriteBlocks,
-    WriteMLA,
     WriteState,
 )
 from jaxkv.testing.experts import Experts, Linear, Routing
@@ -29,13 +30,16 @@ TRIES = 300
 
 
 FAMILIES: dict[str, type[Case]] = {
-    "write_mla": WriteMLA,
-    "write_kv": Write,
+    "write_mla": RotatedWrite,
+    "write_kv": RotatedWrite,
     "write_indexer_k": Write,
     "gather_mla": Gather,
     "gather_kv": Gather,
     "gather_indexer_k": Gather,
     "gather_entries": GatherEntries,
+    "read_mla": Read,
+    "read_kv": Read,
+    "read_indexer_k": Read,
     "plan_decode": Plan,
     "decode_mla": DecodeMLA,
     "decode_kv": DecodeKV,

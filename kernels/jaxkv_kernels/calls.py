@@ -190,6 +190,86 @@ class GatherEntries(GatherCall[jax.Array, Entry]):
         return kernels.gather_entries(self)
 
 
+@record
+class ReadCall[Result, E: Entry](CacheCall[Result, E]):
+    """Reads the entries at slots.
+
+    Implementations whose kernels find tokens by block tables run the call that `gather` of a subclass returns.
+    """
+
+    slots: jax.Array
+    """[T]; entries at slots outside the cache are 0."""
+    dtype: jnp.dtype = field(metadata=STATIC)
+
+    @property
+    def runs(self) -> dict[str, Any]:
+        """The fields of a `GatherCall`: a request per slot, whose table is the block of the slot."""
+        block, token = self.slots // self.pages.block_size, self.slots % self.pages.block_size
+        count = self.slots.size
+        return _runs(self, block[:, None], jnp.arange(count + 1, dtype=jnp.int32), token, count)
+
+
+@record
+class ReadMLA(ReadCall[tuple[jax.Array, jax.Array], MLAEntry]):
+    """Reads latents [T, R] and rotary keys [T, P]."""
+
+    operation = "read_mla"
+    kv_scale: jax.Array | None
+
+    def gather(self) -> GatherMLA:
+        """The call that reads the same entries as runs of one token each."""
+        return GatherMLA(**self.runs, kv_scale=self.kv_scale, dtype=self.dtype)
+
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
+        return kernels.read_mla(self)
+
+
+@record
+class ReadKV(ReadCall[tuple[jax.Array, jax.Array], KVEntry]):
+    """Reads keys [T, H, D] and values [T, H, Dv]."""
+
+    operation = "read_kv"
+    k_scale: jax.Array | None
+    v_scale: jax.Array | None
+
+    def gather(self) -> GatherKV:
+        """As `ReadMLA.gather`."""
+        return GatherKV(**self.runs, k_scale=self.k_scale, v_scale=self.v_scale, dtype=self.dtype)
+
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
+        return kernels.read_kv(self)
+
+
+@record
+class ReadIndexerK(ReadCall[jax.Array, IndexerEntry]):
+    """Reads indexer keys [T, D]."""
+
+    operation = "read_indexer_k"
+
+    def gather(self) -> GatherIndexerK:
+        """As `ReadMLA.gather`."""
+        return GatherIndexerK(**self.runs, dtype=self.dtype)
+
+    def run_on(self, kernels: "Kernels") -> jax.Array:
+        return kernels.read_indexer_k(self)
+
+
+def _runs(
+    call: CacheCall[Any, Any], block_tables: jax.Array, cu_seq_lens: jax.Array, seq_starts: jax.Array, total: int
+) -> dict[str, Any]:
+    """The fields of a `GatherCall` on the cache of `call`."""
+    return {
+        "buffer": call.buffer,
+        "pages": call.pages,
+        "entry": call.entry,
+        "layer": call.layer,
+        "block_tables": block_tables,
+        "cu_seq_lens": cu_seq_lens,
+        "seq_starts": seq_starts,
+        "total": total,
+    }
+
+
 # Attention.
 
 
@@ -383,7 +463,8 @@ class PrefillMLA(PrefillCall[MLAEntry]):
 
     def gather(self, first: jax.Array, counts: jax.Array, total: int) -> GatherMLA:
         """The call that reads `counts` [B] entries per request, at most `total` in all, from positions `first` [B]."""
-        return GatherMLA(**_runs(self, first, counts, total), kv_scale=self.kv_scale, dtype=self.dtype)
+        runs = _runs(self, self.block_tables, sums_from_0(counts), first, total)
+        return GatherMLA(**runs, kv_scale=self.kv_scale, dtype=self.dtype)
 
 
 @record
@@ -407,22 +488,8 @@ class PrefillKV(PrefillCall[KVEntry]):
 
     def gather(self, first: jax.Array, counts: jax.Array, total: int) -> GatherKV:
         """As `PrefillMLA.gather`."""
-        runs = _runs(self, first, counts, total)
+        runs = _runs(self, self.block_tables, sums_from_0(counts), first, total)
         return GatherKV(**runs, k_scale=self.k_scale, v_scale=self.v_scale, dtype=self.dtype)
-
-
-def _runs(call: PrefillCall[Any], first: jax.Array, counts: jax.Array, total: int) -> dict[str, Any]:
-    """The fields of a `GatherCall`."""
-    return {
-        "buffer": call.buffer,
-        "pages": call.pages,
-        "entry": call.entry,
-        "layer": call.layer,
-        "block_tables": call.block_tables,
-        "cu_seq_lens": sums_from_0(counts),
-        "seq_starts": first,
-        "total": total,
-    }
 
 
 @record
@@ -796,6 +863,15 @@ class Kernels:
         raise NotImplementedError
 
     def gather_entries(self, call: GatherEntries) -> jax.Array:
+        raise NotImplementedError
+
+    def read_mla(self, call: ReadMLA) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def read_kv(self, call: ReadKV) -> tuple[jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def read_indexer_k(self, call: ReadIndexerK) -> jax.Array:
         raise NotImplementedError
 
     def plan_decode(self, call: PlanDecode) -> Any:

@@ -7,6 +7,8 @@ import jax.numpy as jnp
 def rotated(x: jax.Array, cos_sin: jax.Array, *, interleaved: bool) -> jax.Array:
     """Rotates the pairs of x [..., P] by angles whose cosines and then sines are float32 `cos_sin` [..., P].
 
+    Other axes of `cos_sin` than the last may have length 1: the angles are then the same along them.
+
     A pair is values 2i and 2i + 1 if `interleaved`, otherwise i and i + P / 2.  Its rotated values take its place.
     Products and sums are float32; the result is rounded to the dtype of `x`.
     """

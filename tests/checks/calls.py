@@ -105,6 +105,18 @@ def gather_entries(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
     return jaxkv.gather_entries(jaxkv.KVCache.zeros(MLA), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
 
 
+def read_mla(slots=(0, 7, 7, -1), layer=0):
+    return jaxkv.read_mla(jaxkv.KVCache.zeros(MLA), ints(slots), layer=layer)
+
+
+def read_kv(slots=(0, 7, 7, -1), layer=0):
+    return jaxkv.read_kv(jaxkv.KVCache.zeros(KV), ints(slots), layer=layer, k_scale=0.1, v_scale=0.1)
+
+
+def read_indexer_k(slots=(0, 7, 7, -1), layer=0):
+    return jaxkv.read_indexer_k(jaxkv.KVCache.zeros(INDEXER), ints(slots), layer=layer)
+
+
 def copy_blocks(src=(0, 1), dst=(2, 3)):
     return jaxkv.copy_blocks(jaxkv.KVCache.zeros(MLA), ints(src), ints(dst))
 
@@ -142,6 +154,9 @@ OPERATIONS = (
     write_state,
     read_state,
     gather_entries,
+    read_mla,
+    read_kv,
+    read_indexer_k,
     copy_blocks,
     read_blocks,
     write_blocks,

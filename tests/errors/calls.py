@@ -179,6 +179,15 @@ gather_indexer_k = gather(jaxkv.gather_indexer_k, "indexer")
 gather_entries = gather(jaxkv.gather_entries, "mla")
 
 
+def read(operation, stored):
+    return lambda a, **changes: call(operation, dict(cache=getattr(a, stored), slots=a.slots, layer=0), changes)
+
+
+read_mla = read(jaxkv.read_mla, "mla")
+read_kv = read(jaxkv.read_kv, "kv")
+read_indexer_k = read(jaxkv.read_indexer_k, "indexer")
+
+
 def select_topk(a, **changes):
     return call(jaxkv.select_topk, dict(logits=a.logits, k=4), changes)
 
@@ -238,6 +247,9 @@ OF_ONE_CACHE = {
     "gather_mla": (gather_mla, "mla", "MLAEntry"),
     "gather_kv": (gather_kv, "kv", "KVEntry"),
     "gather_indexer_k": (gather_indexer_k, "indexer", "IndexerEntry"),
+    "read_mla": (read_mla, "mla", "MLAEntry"),
+    "read_kv": (read_kv, "kv", "KVEntry"),
+    "read_indexer_k": (read_indexer_k, "indexer", "IndexerEntry"),
 }
 OF_ANY_CACHE = {
     "copy_blocks": (copy_blocks, "mla", "Entry"),

@@ -27,6 +27,8 @@ from errors.calls import (
     positions_to_slots,
     prefill_kv,
     prefill_mla,
+    read_kv,
+    read_mla,
     select_experts,
     select_topk,
     write_kv,
@@ -53,11 +55,14 @@ SCALES = [
     ("decode without kv_scale", lambda a: decode_mla(a, cache=a.mla_fp8), ["`kv_scale`", "None", "'fp8'"]),
     ("sparse without kv_scale", lambda a: decode_mla_sparse(a, cache=a.mla_fp8), ["`kv_scale`", "None", "'fp8'"]),
     ("gather without kv_scale", lambda a: gather_mla(a, cache=a.mla_fp8), ["`kv_scale`", "None", "'fp8'"]),
+    ("read without kv_scale", lambda a: read_mla(a, cache=a.mla_fp8), ["`kv_scale`", "None", "'fp8'"]),
+    ("read without v_scale", lambda a: read_kv(a, cache=a.kv_fp8, k_scale=1.0), ["`v_scale`", "None", "'fp8'"]),
     ("write without k_scale", lambda a: write_kv(a, cache=a.kv_fp8, v_scale=1.0), ["`k_scale`", "None", "'fp8'"]),
     ("write without v_scale", lambda a: write_kv(a, cache=a.kv_fp8, k_scale=1.0), ["`v_scale`", "None", "'fp8'"]),
     ("decode without v_scale", lambda a: decode_kv(a, cache=a.kv_fp8, k_scale=1.0), ["`v_scale`", "None", "'fp8'"]),
     ("gather without k_scale", lambda a: gather_kv(a, cache=a.kv_fp8, v_scale=1.0), ["`k_scale`", "None", "'fp8'"]),
     ("interleaved without cos_sin", lambda a: write_mla(a, interleaved=True), ["`interleaved`", "`cos_sin`"]),
+    ("interleaved keys without cos_sin", lambda a: write_kv(a, interleaved=True), ["`interleaved`", "`cos_sin`"]),
     ("kv_scale for bf16", lambda a: write_mla(a, kv_scale=0.5), ["`kv_scale`", "0.5", "'bf16'", "None"]),
     (
         "array kv_scale for bf16",
@@ -247,6 +252,7 @@ STATICS = [
             (prefill_kv, "return_lse"),
             (decode_mla_sparse, "batch_invariant"),
             (write_mla, "interleaved"),
+            (write_kv, "interleaved"),
             (select_experts, "normalize"),
         )
         for wrong in ("no", 1)

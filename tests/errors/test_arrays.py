@@ -23,6 +23,9 @@ from errors.calls import (
     positions_to_slots,
     prefill_mla,
     read_blocks,
+    read_indexer_k,
+    read_kv,
+    read_mla,
     scaled_linear,
     select_experts,
     select_topk,
@@ -45,6 +48,27 @@ SHAPES = [
         ["`cos_sin`", "(5, 2)", "[T, P] = [5, 4]"],
     ),
     ("cos_sin of bf16", lambda a: write_mla(a, cos_sin=jnp.ones((5, 4), jnp.bfloat16)), ["`cos_sin`", "float32"]),
+    ("cos_sin per head", lambda a: write_kv(a, cos_sin=a.k), ["`cos_sin`", "(5, 2, 8)", "[T, D] = [5, 8]"]),
+    ("cos_sin of values", lambda a: write_kv(a, cos_sin=a.k_pe), ["`cos_sin`", "(5, 4)", "[T, D] = [5, 8]"]),
+    ("cos_sin of f16", lambda a: write_kv(a, cos_sin=jnp.ones((5, 8), jnp.float16)), ["`cos_sin`", "float32"]),
+    (
+        "cos_sin of keys without pairs",
+        lambda a: write_kv(
+            a,
+            cache=zeros(jaxkv.KVEntry("bf16", head_dim=3), num_heads=2),
+            k=a.k[..., :3],
+            v=a.v[..., :3],
+            cos_sin=a.k[:, 0, :3],
+        ),
+        ["`cos_sin`", "3 values per token", "pairs"],
+    ),
+    (
+        "cos_sin without a rotary part",
+        lambda a: write_mla(
+            a, cache=zeros(jaxkv.MLAEntry("bf16", latent=8, rope=0)), k_pe=a.k_pe[:, :0], cos_sin=a.k_pe[:, :0]
+        ),
+        ["`cos_sin`", "0 values per token", "pairs"],
+    ),
     ("slots too short", lambda a: write_mla(a, slot_mapping=a.slots[:4]), ["`slot_mapping`", "(4,)", "[T] = [5]"]),
     ("slots of rank 2", lambda a: write_mla(a, slot_mapping=a.slots[None]), ["`slot_mapping`", "(1, 5)", "[T] = [5]"]),
     ("one slot", lambda a: write_mla(a, slot_mapping=a.slots[0]), ["`slot_mapping`", "()", "[T] = [5]"]),
@@ -55,6 +79,8 @@ SHAPES = [
     ("slots of heads", lambda a: write_kv(a, slot_mapping=a.slots[:, None]), ["`slot_mapping`", "(5, 1)", "[5]"]),
     ("key too wide", lambda a: write_indexer_k(a, k=jnp.ones((5, 17))), ["`k`", "(5, 17)", "[T, D] = [T, 16]"]),
     ("key of heads", lambda a: write_indexer_k(a, k=a.key[:, None]), ["`k`", "(5, 1, 16)", "[T, D]"]),
+    ("slots to read of rank 2", lambda a: read_mla(a, slots=a.slots[None]), ["`slots`", "(1, 5)", "[T]"]),
+    ("one slot to read", lambda a: read_kv(a, slots=a.slots[0]), ["`slots`", "()", "[T]"]),
     ("slots of keys", lambda a: write_indexer_k(a, slot_mapping=a.slots[1:]), ["`slot_mapping`", "(4,)", "[5]"]),
     (
         "q_latent of rank 2",
@@ -378,6 +404,12 @@ DTYPES = [
         lambda a: gather_mla(a, dtype=jnp.float8_e4m3fn),
         ["`dtype`", "float8_e4m3fn", "bfloat16, float16"],
     ),
+    (
+        "slots to read of floats",
+        lambda a: read_mla(a, slots=a.slots.astype("float32")),
+        ["`slots`", "float32", "int32"],
+    ),
+    ("read to integers", lambda a: read_indexer_k(a, dtype="int8"), ["`dtype`", "'int8'", "bfloat16, float16"]),
     ("gather to nonsense", lambda a: gather_indexer_k(a, dtype="brain"), ["`dtype`", "'brain'", "bfloat16, float16"]),
     ("gather to None", lambda a: gather_mla(a, dtype=None), ["`dtype`", "None", "bfloat16, float16, float32"]),
 ]

@@ -109,7 +109,7 @@ def test_a_format_that_is_not_listed_is_rejected(candidate, toy):
             shown = [reason.split(": supports")[0] for reason in reasons]
             assert shown == [f"entries of format {toy.name!r}"], operation
     unseen = {"fetch_rows", "store_rows"}  # called by `jaxkv.offload`, without samples
-    unseen |= {"write_indexer_k", "gather_indexer_k", "indexer_logits"} if toy.scaled else set()
+    unseen |= {"write_indexer_k", "gather_indexer_k", "read_indexer_k", "indexer_logits"} if toy.scaled else set()
     unseen |= {"write_state", "read_state"}
     assert kernels_of(candidate) - unseen <= seen
 
@@ -143,6 +143,7 @@ def latents(cache, new, q, **scale):
     slots = jnp.asarray([[[5, -1, 31], [0, 1, 2], [-1, -1, 9]]] * 2)
     return cache, (
         *jaxkv.gather_mla(cache, tables, jnp.asarray(SUMS), total=29, dtype=jnp.float16, **options),
+        *jaxkv.read_mla(cache, slots[0, 0], dtype=jnp.float16, **options),
         jaxkv.decode_mla(*q, cache, tables, lengths, scale=0.1, plan=plan, **options),
         jaxkv.decode_mla_sparse(*q, cache, slots, scale=0.1, **options),
     )
@@ -155,6 +156,7 @@ def pairs(cache, new, q, **scale):
     cache = jaxkv.write_kv(cache, *new, jnp.arange(32), **options)
     return cache, (
         *jaxkv.gather_kv(cache, tables, jnp.asarray(SUMS), total=29, dtype=jnp.float16, **options),
+        *jaxkv.read_kv(cache, jnp.asarray([5, -1, 31]), dtype=jnp.float16, **options),
         jaxkv.decode_kv(q[0], cache, tables, jnp.asarray(LENGTHS), scale=0.1, **options),
     )
 
@@ -165,6 +167,7 @@ def keys(cache, new, q):
     cache = jaxkv.write_indexer_k(cache, new[0][:, 0], jnp.arange(32), **options)
     return cache, (
         jaxkv.gather_indexer_k(cache, tables, jnp.asarray(SUMS), total=29, dtype=jnp.float16, **options),
+        jaxkv.read_indexer_k(cache, jnp.asarray([5, -1, 31]), dtype=jnp.float16, **options),
         jaxkv.indexer_logits(q[0], weights, cache, tables, jnp.asarray(LENGTHS), max_len=16, **options),
     )
 

@@ -224,6 +224,10 @@ READS = {
         lambda cache, tables, sums, layer: jaxkv.gather_mla(cache, tables, sums, layer=layer, total=900),
         [large(mla(o)), TABLES, described((BATCH + 1,), "int32"), LAYER],
     ),
+    "read_mla": lambda o: (
+        lambda cache, slots, layer: jaxkv.read_mla(cache, slots, layer=layer),
+        [large(mla(o)), SLOTS, LAYER],
+    ),
     "read_state": lambda o: (
         lambda cache, slots, layer: jaxkv.read_state(cache, slots, layer=layer),
         [large(states(o)), SLOTS, LAYER],

@@ -22,6 +22,10 @@ class TestGathers(suites.Gathers, suites.GatherEntries):
     implementation = "xla"
 
 
+class TestReads(suites.Reads):
+    implementation = "xla"
+
+
 class TestDecodeMLA(suites.DecodeMLA, suites.UnseenByMLA):
     implementation = "xla"
 

@@ -102,6 +102,10 @@ def _gather(layout, **options):
     return arguments
 
 
+def _read(layout, **options):
+    return lambda n, d: dict(cache=d.cache(layout), slots=d.ints(-1, 24, n.T), layer=d.layer(), **options)
+
+
 def _mla_queries(n, d, *axes):
     return {"q_latent": d.floats(*axes, n.H, 8), "q_pe": d.floats(*axes, n.H, 4)}
 
@@ -261,13 +265,17 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "write_mla": _write_mla,
     "write_mla, rotated": lambda n, d: {**_write_mla(n, d), "cos_sin": d.floats(n.T, 4)},
     "write_kv": _write_kv,
+    "write_kv, rotated": lambda n, d: {**_write_kv(n, d), "cos_sin": d.floats(n.T, 8), "interleaved": True},
     "write_indexer_k": _write_indexer_k,
     "write_state": _write_state,
-    "read_state": lambda n, d: dict(cache=d.cache(STATES), slots=d.ints(-1, 24, n.T), layer=d.layer()),
+    "read_state": _read(STATES),
     "gather_mla": _gather(MLA, dtype=jnp.float32),
     "gather_kv": _gather(KV, dtype=jnp.float32),
     "gather_indexer_k": _gather(INDEXER, dtype=jnp.float32),
     "gather_entries": _gather(MLA),
+    "read_mla": _read(MLA, dtype=jnp.float32),
+    "read_kv": _read(KV, dtype=jnp.float32),
+    "read_indexer_k": _read(INDEXER, dtype=jnp.float32),
     "plan_decode": _plan_decode,
     "plan_decode, ragged": _plan_decode_ragged,
     "decode_mla": _decode_mla,

@@ -352,7 +352,7 @@ def test_draws_are_of_every_kind():
         for case in drawn
         if case.operation == "decode_mla" and case.columns == 5 and dict(case.options)["window"] is None
     )
-    calls = [attention.draw(np.random.default_rng([0, call])) for call in range(300)]
+    calls = [attention.draw(np.random.default_rng([0, call])) for call in range(3000)]
     lengths = np.stack([call.index[1] for call in calls])
     size = attention.layout.block_size
     most = attention.columns * size

@@ -95,8 +95,10 @@ def test_writes(operation, seed):
         found, values = called(case, to_cache(layout, before), draw, rng)
         parts = [np.asarray(x.astype(jnp.float32)).reshape(case.count, layout.num_heads, -1) for x in values]
         if "cos_sin" in draw.keywords:
-            turned = rotated(parts[1][:, 0], draw.keywords["cos_sin"], interleaved=dict(case.options)["interleaved"])
-            parts[1] = np.asarray(jnp.asarray(turned).astype(values[1].dtype).astype(jnp.float32))[:, None]
+            keys = 0 if isinstance(entry, jaxkv.KVEntry) else 1
+            angles, interleaved = draw.keywords["cos_sin"][:, None], dict(case.options)["interleaved"]
+            turned = jnp.asarray(rotated(parts[keys], angles, interleaved=interleaved))
+            parts[keys] = np.asarray(turned.astype(values[keys].dtype).astype(jnp.float32))
         expected = before
         if (layer := layer_of(case, draw)) is not None:
             twin, where = packed_twin(layout, layout.dtype), address_map(layout)
@@ -112,13 +114,13 @@ def test_writes(operation, seed):
 
 
 def rotated(x, cos_sin, *, interleaved):
-    """x [T, P] with its pairs turned, rounded to float32 once."""
-    a, b = (x[:, 0::2], x[:, 1::2]) if interleaved else np.split(x, 2, axis=1)
-    cos, sin = np.split(cos_sin.astype(np.float64), 2, axis=1)
+    """x [T, H, P] with its pairs turned, rounded to float32 once."""
+    a, b = (x[..., 0::2], x[..., 1::2]) if interleaved else np.split(x, 2, axis=-1)
+    cos, sin = np.split(cos_sin.astype(np.float64), 2, axis=-1)
     pairs = [a * cos - b * sin, b * cos + a * sin]
     if interleaved:
         return np.stack(pairs, axis=-1).reshape(x.shape).astype(np.float32)
-    return np.concatenate(pairs, axis=1).astype(np.float32)
+    return np.concatenate(pairs, axis=-1).astype(np.float32)
 
 
 def slots_of(case, table, positions):
@@ -141,12 +143,26 @@ def test_gathers(operation, seed):
         ]
         slots = np.concatenate(slots)[: case.count] if layer_of(case, draw) is not None else np.zeros(0, np.int64)
         slots = np.pad(slots.astype(np.int64), (0, case.count - slots.size), constant_values=-1)
-        arrays = found if isinstance(found, tuple) else (found,)
-        for array, part in zip(arrays, parts, strict=True):
-            right = np.where((slots >= 0)[:, None, None], part[slots], 0).reshape(array.shape)
-            # Numbers below the smallest normal float16 have the error of that one.
-            magnitude = 2.0**-14 if str(array.dtype) == "float16" else 0
-            assert_close(array, right, roundings=2, magnitude=magnitude, what=str(case))
+        assert_entries(found, parts, slots, str(case))
+
+
+@drawn_for("read_kv", "read_mla", "read_indexer_k")
+def test_reads(operation, seed):
+    for case, draw, rng in cases(operation, seed):
+        cache, parts = filled(case, draw, rng)
+        found, _ = called(case, cache, draw, rng)
+        (slots,) = draw.index
+        known = (slots < case.layout.num_slots) & (layer_of(case, draw) is not None)
+        assert_entries(found, parts, np.where(known, slots, -1), str(case))
+
+
+def assert_entries(found, parts, slots, what):
+    """Compares arrays with the parts [slots, heads, n_i] at `slots`, which are zeros at negative ones."""
+    for array, part in zip(found if isinstance(found, tuple) else (found,), parts, strict=True):
+        right = np.where((slots >= 0)[:, None, None], part[np.maximum(slots, 0)], 0).reshape(array.shape)
+        # Numbers below the smallest normal float16 have the error of that one.
+        magnitude = 2.0**-14 if str(array.dtype) == "float16" else 0
+        assert_close(array, right, roundings=2, magnitude=magnitude, what=what)
 
 
 @drawn_for("decode_mla_sparse", "decode_mla", "decode_kv")

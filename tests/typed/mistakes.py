@@ -68,6 +68,8 @@ jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths)
 jaxkv.write_kv(kv_cache, q_kv, lengths, layer=0)
 # missing: the scale of latents for keys and values
 jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0, kv_scale=1.0)
+# missing: cosines and sines as two arguments
+jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0, cos=lengths, sin=lengths)
 # missing: the layer by position
 jaxkv.write_indexer_k(keys, q_kv[:, 0], lengths, 0)
 # attribute: a write returns a cache, not a buffer
@@ -78,6 +80,12 @@ jaxkv.gather_indexer_k(cache, tables, lengths, layer=0, total=8)
 jaxkv.gather_mla(cache, tables, lengths, layer=0, total=lengths[0])
 # attribute: a gather of latents returns two arrays
 jaxkv.gather_mla(cache, tables, lengths, layer=0, total=8).shape
+# argument: latents for a cache of keys and values
+jaxkv.read_mla(kv_cache, lengths, layer=0)
+# missing: the layer of a read by position
+jaxkv.read_indexer_k(keys, lengths, 0)
+# attribute: a read of keys and values returns two arrays
+jaxkv.read_kv(kv_cache, lengths, layer=0).shape
 # argument: a layout instead of a cache
 jaxkv.read_blocks(layout, lengths)
 

@@ -1,5 +1,7 @@
 """Writes store new entries at slots of a layer, in place; gathers read the entries of ragged runs of tokens.
 
+Reads of given slots are gathers with a run of one token per slot (`ReadCall` in `calls.py`).
+
 Entries whose values stay as they are move by bulk copies (`entry_copies.py`).  All others are encoded and decoded by
 lanes, from and to values of any float dtype, by the two kernels of this file.
 
@@ -36,7 +38,18 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing import Pages
-from jaxkv_kernels.calls import GatherEntries, GatherIndexerK, GatherKV, GatherMLA, WriteIndexerK, WriteKV, WriteMLA
+from jaxkv_kernels.calls import (
+    GatherEntries,
+    GatherIndexerK,
+    GatherKV,
+    GatherMLA,
+    ReadIndexerK,
+    ReadKV,
+    ReadMLA,
+    WriteIndexerK,
+    WriteKV,
+    WriteMLA,
+)
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry
 from jaxkv_kernels.mosaic_gpu.entry_copies import EntryBytes, copy_reasons, load_entries, store_entries
@@ -49,6 +62,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
 
 Write = WriteMLA | WriteKV | WriteIndexerK
 Gather = GatherMLA | GatherKV | GatherIndexerK
+Read = ReadMLA | ReadKV | ReadIndexerK
 PLAIN = ("bf16", "f16", "f32")
 """Formats of entries that can be copied as they are."""
 WORD = 4
@@ -82,9 +96,16 @@ def write_unsupported_reasons(call: Write) -> Iterator[str]:
         yield from _move_reasons(call, [value.dtype for value in _values(call)])
 
 
-def gather_unsupported_reasons(call: Gather) -> Iterator[str]:
+def gather_unsupported_reasons(call: Gather | Read) -> Iterator[str]:
     """Reasons against a call that gathers entries."""
     yield from _move_reasons(call, [call.dtype])
+
+
+def read_unsupported_reasons(call: Read) -> Iterator[str]:
+    """Reasons against a call that reads entries at slots, by the kernels of gathers."""
+    yield from gather_unsupported_reasons(call)
+    if not call.slots.size:
+        yield "no slots: supports at least one"
 
 
 def gather_entries_unsupported_reasons(call: GatherEntries) -> Iterator[str]:
@@ -129,7 +150,7 @@ def _copied(entry: Entry, dtypes) -> bool:
     return entry.format in PLAIN and not isinstance(entry, IndexerEntry) and all(entry.dtype == d for d in dtypes)
 
 
-def _move_reasons(call: Write | Gather, dtypes) -> Iterator[str]:
+def _move_reasons(call: Write | Gather | Read, dtypes) -> Iterator[str]:
     """Reasons against moving entries between the cache and arrays of their values, of `dtypes`."""
     itemsize = call.buffer.dtype.itemsize
     if _copied(call.entry, dtypes):

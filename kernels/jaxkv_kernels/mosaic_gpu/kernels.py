@@ -78,6 +78,18 @@ class MosaicGPU(Kernels):
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return entries.gather_entries(call)
 
+    @supports(_MOVED_MLA, entries.read_unsupported_reasons, _on(BULK_COPIES))
+    def read_mla(self, call: calls.ReadMLA) -> tuple[jax.Array, jax.Array]:
+        return self.gather_mla(call.gather())
+
+    @supports(_MOVED_KV, entries.read_unsupported_reasons, _on(BULK_COPIES))
+    def read_kv(self, call: calls.ReadKV) -> tuple[jax.Array, jax.Array]:
+        return self.gather_kv(call.gather())
+
+    @supports(_MOVED_INDEXER, entries.read_unsupported_reasons, _on(BULK_COPIES))
+    def read_indexer_k(self, call: calls.ReadIndexerK) -> jax.Array:
+        return self.gather_indexer_k(call.gather())
+
     @supports({**_MLA, **_KV}, decode.plan_unsupported_reasons, _on(WGMMA))
     def plan_decode(self, call: calls.PlanDecode) -> Plan:
         return decode.plan_decode(call)

@@ -9,7 +9,8 @@ indexer keys for `indexer_fp8`, and other entries that the caller scales for e4m
 
 To store, a program loads slots and values together, encodes, and stores each part at its slot.  No two programs write
 the same bytes, unless a slot is given twice.  To read, it finds the requests of its tokens by binary search and their
-slots in the tables, loads, decodes in float32, rounds and stores.
+slots in the tables, loads, decodes in float32, rounds and stores.  Reads of given slots are gathers with a run of one
+token per slot (`ReadCall` in `calls.py`).
 
 What bounds them: memory bandwidth.  A tile of 2,048 values takes 16 registers per thread, and one of the other part
 slightly more.  Stores take no shared memory, except for one float32 per scale if several warps share its values.  Loads
@@ -29,6 +30,7 @@ from jaxkv_kernels.calls import (
     GatherIndexerK,
     GatherKV,
     GatherMLA,
+    ReadCall,
     WriteIndexerK,
     WriteKV,
     WriteMLA,
@@ -58,18 +60,25 @@ from jaxkv_kernels.triton.tiles import (
 WriteCall = WriteMLA | WriteKV | WriteIndexerK
 
 
-def write_unsupported_reasons(call: WriteCall | GatherCall) -> Iterator[str]:
+def write_unsupported_reasons(call: WriteCall | GatherCall | ReadCall) -> Iterator[str]:
     """Reasons against a call that stores entries."""
     for size in call.entry.sizes:
         if size > TILE_LIMIT:
             yield f"part of {size} values: supports at most {TILE_LIMIT}, which is what a tile may have in Triton"
 
 
-def gather_unsupported_reasons(call: GatherCall) -> Iterator[str]:
+def gather_unsupported_reasons(call: GatherCall | ReadCall) -> Iterator[str]:
     """Reasons against a call that reads entries."""
     yield from write_unsupported_reasons(call)
     if 0 in call.entry.sizes:
         yield "part of 0 values: no kernel has a result of no values"
+
+
+def read_unsupported_reasons(call: ReadCall) -> Iterator[str]:
+    """Reasons against a call that reads entries at slots, by the kernels of gathers."""
+    yield from gather_unsupported_reasons(call)
+    if not call.slots.size:
+        yield "no slots: supports at least one"
 
 
 def gather_entries_unsupported_reasons(call: GatherEntries) -> Iterator[str]:

@@ -63,6 +63,18 @@ class Triton(Kernels):
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return entries.gather_entries(call)
 
+    @supports(_MLA, entries.read_unsupported_reasons, _unavailable_reasons)
+    def read_mla(self, call: calls.ReadMLA) -> tuple[jax.Array, jax.Array]:
+        return self.gather_mla(call.gather())
+
+    @supports(_KV, entries.read_unsupported_reasons, _unavailable_reasons)
+    def read_kv(self, call: calls.ReadKV) -> tuple[jax.Array, jax.Array]:
+        return self.gather_kv(call.gather())
+
+    @supports(_INDEXER, entries.read_unsupported_reasons, _unavailable_reasons)
+    def read_indexer_k(self, call: calls.ReadIndexerK) -> jax.Array:
+        return self.gather_indexer_k(call.gather())
+
     @supports({**_MLA, **_ATTENDED_KV}, plan_decode.unsupported_reasons, _unavailable_reasons)
     def plan_decode(self, call: calls.PlanDecode) -> Plan:
         return plan_decode.plan_decode(call)

@@ -1,4 +1,4 @@
-"""Storing new entries at slots of a layer, reading the entries of ragged runs of tokens, and states of requests."""
+"""Storing new entries at slots of a layer, reading entries of ragged runs of tokens or at slots, and states."""
 
 from collections.abc import Sequence
 
@@ -13,6 +13,9 @@ from jaxkv_kernels.calls import (
     GatherIndexerK,
     GatherKV,
     GatherMLA,
+    ReadIndexerK,
+    ReadKV,
+    ReadMLA,
     ReadState,
     WriteIndexerK,
     WriteKV,
@@ -61,7 +64,18 @@ def _stored(call: CacheCall, values: Sequence[jax.Array], slots: jax.Array, scal
 @jax.jit
 def gather_mla(call: GatherMLA) -> tuple[jax.Array, jax.Array]:
     """Latents and rotary keys; rows without a token are 0."""
-    rows, valid = _gathered(call)
+    return _latents(call, _slots_of(call))
+
+
+@jax.jit
+def read_mla(call: ReadMLA) -> tuple[jax.Array, jax.Array]:
+    """Latents and rotary keys at slots."""
+    return _latents(call, call.slots)
+
+
+def _latents(call: GatherMLA | ReadMLA, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Latents and rotary keys at `slots`; 0 outside the cache."""
+    rows, valid = load_entries(call.buffer, call.pages, call.entry, slots, call.layer)
     kv_c, k_pe = call.entry.decode(rows[:, 0], call.dtype, (call.kv_scale, call.kv_scale))
     return jnp.where(valid[:, None], kv_c, 0), jnp.where(valid[:, None], k_pe, 0)
 
@@ -69,7 +83,18 @@ def gather_mla(call: GatherMLA) -> tuple[jax.Array, jax.Array]:
 @jax.jit
 def gather_kv(call: GatherKV) -> tuple[jax.Array, jax.Array]:
     """Keys and values; rows without a token are 0."""
-    rows, valid = _gathered(call)
+    return _keys_and_values(call, _slots_of(call))
+
+
+@jax.jit
+def read_kv(call: ReadKV) -> tuple[jax.Array, jax.Array]:
+    """Keys and values at slots."""
+    return _keys_and_values(call, call.slots)
+
+
+def _keys_and_values(call: GatherKV | ReadKV, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Keys and values at `slots`; 0 outside the cache."""
+    rows, valid = load_entries(call.buffer, call.pages, call.entry, slots, call.layer)
     k, v = call.entry.decode(rows, call.dtype, (call.k_scale, call.v_scale))
     return jnp.where(valid[:, None, None], k, 0), jnp.where(valid[:, None, None], v, 0)
 
@@ -77,7 +102,18 @@ def gather_kv(call: GatherKV) -> tuple[jax.Array, jax.Array]:
 @jax.jit
 def gather_indexer_k(call: GatherIndexerK) -> jax.Array:
     """Indexer keys, dequantised; rows without a token are 0."""
-    rows, valid = _gathered(call)
+    return _indexer_keys(call, _slots_of(call))
+
+
+@jax.jit
+def read_indexer_k(call: ReadIndexerK) -> jax.Array:
+    """Indexer keys at slots, dequantised."""
+    return _indexer_keys(call, call.slots)
+
+
+def _indexer_keys(call: GatherIndexerK | ReadIndexerK, slots: jax.Array) -> jax.Array:
+    """Indexer keys at `slots`; 0 outside the cache."""
+    rows, valid = load_entries(call.buffer, call.pages, call.entry, slots, call.layer)
     (k,) = call.entry.decode(rows[:, 0], call.dtype)
     return jnp.where(valid[:, None], k, 0)
 
@@ -85,7 +121,8 @@ def gather_indexer_k(call: GatherIndexerK) -> jax.Array:
 @jax.jit
 def gather_entries(call: GatherEntries) -> jax.Array:
     """The bytes of entries; rows without a token are 0."""
-    rows, valid = _gathered(call, jnp.uint8)
+    slots = _slots_of(call)
+    rows, valid = load_entries(call.buffer, call.pages, call.entry, slots, call.layer, dtype=jnp.uint8)
     found = jnp.where(valid[:, None, None], rows, 0)
     return found[:, 0] if call.entry.one_head else found
 
@@ -97,13 +134,12 @@ def read_state(call: ReadState) -> dict[str, jax.Array]:
     return call.entry.named([jnp.where(valid[:, None], x, 0) for x in call.entry.decode(rows[:, 0], None)])
 
 
-def _gathered(call: GatherCall, dtype=None) -> tuple[jax.Array, jax.Array]:
-    """The encoded entries [total, H, width] of runs of tokens, as elements of `dtype`, and which rows have a token."""
-    slots = ragged_slots(
+def _slots_of(call: GatherCall) -> jax.Array:
+    """Slots [total] of the tokens of runs; -1 in rows without a token."""
+    return ragged_slots(
         call.block_tables,
         call.cu_seq_lens,
         total=call.total,
         block_size=call.pages.block_size,
         seq_starts=call.seq_starts,
     )
-    return load_entries(call.buffer, call.pages, call.entry, slots, call.layer, dtype=dtype)

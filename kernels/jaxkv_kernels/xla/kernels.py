@@ -59,6 +59,18 @@ class XLA(Kernels):
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return entries.gather_entries(call)
 
+    @supports(_MLA)
+    def read_mla(self, call: calls.ReadMLA) -> tuple[jax.Array, jax.Array]:
+        return entries.read_mla(call)
+
+    @supports(_KV)
+    def read_kv(self, call: calls.ReadKV) -> tuple[jax.Array, jax.Array]:
+        return entries.read_kv(call)
+
+    @supports(_INDEXER)
+    def read_indexer_k(self, call: calls.ReadIndexerK) -> jax.Array:
+        return entries.read_indexer_k(call)
+
     @supports({**_MLA, **_KV}, _batch_invariant_reasons)
     def plan_decode(self, call: calls.PlanDecode) -> None:
         return None  # attention processes all requests together: there is nothing to plan

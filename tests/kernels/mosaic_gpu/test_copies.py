@@ -46,6 +46,13 @@ class TestGathers(Mosaic, suites.Gathers, suites.GatherEntries):
 
 
 @on_gpus(BULK_COPIES)
+class TestReads(Mosaic, suites.Reads):
+    """The whole suite, on the GPU."""
+
+    gaps = (*TestWrites.gaps, "no slots")
+
+
+@on_gpus(BULK_COPIES)
 class TestBlocks(Mosaic, suites.Blocks, suites.BlocksInScans):
     """The whole suite, on the GPU."""
 
@@ -148,6 +155,16 @@ class TestInterpretedGathers(Mosaic, suites.GatherChecks):
 
     test_tokens_outside = suites.Gathers.test_tokens_outside_the_table_or_the_cache_are_zero
     test_tokens_past_the_table = suites.Gathers.test_tokens_past_the_table_are_zero
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedReads(Mosaic, suites.ReadChecks):
+    """By the kernels of gathers, with a request per slot."""
+
+    @pytest.mark.parametrize("name", ["packed, uint8", slow("gaps, offset")])
+    def test_latents(self, name):
+        scene = suites.scenes.scene(MLA, block_size=16, lengths=(0, 2, 17, 0, 21))
+        self.check(scene, suites.layout_of(name, MLA, block_size=16), 1, count=13)
 
 
 @pytest.mark.usefixtures("interpreted")

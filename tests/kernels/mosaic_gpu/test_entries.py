@@ -85,6 +85,16 @@ class TestInterpretedGathers(Mosaic, suites.GatherChecks):
 
 
 @pytest.mark.usefixtures("interpreted")
+class TestInterpretedReads(Mosaic, suites.ReadChecks):
+    """By the kernel of gathers, with a request per slot."""
+
+    @pytest.mark.parametrize(("entry", "name", "heads"), [CASES[0], slow(*CASES[1]), CASES[3]])
+    def test_entries(self, entry, name, heads):
+        scene = suites.scenes.scene(entry, num_heads=heads, block_size=16, lengths=(0, 2, 17, 0, 21))
+        self.check(scene, suites.layout_of(name, entry, num_heads=heads, block_size=16), 1, count=13)
+
+
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize(("parts", "dtype"), [(3, "bfloat16"), slow(10, "float32")])
 def test_partial_results_are_merged(parts, dtype):
     rng = np.random.default_rng(0)

@@ -17,6 +17,11 @@ class TestGathers(Triton, suites.Gathers, suites.GatherEntries):
 
 
 @on_gpu
+class TestReads(Triton, suites.Reads):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
 class TestBlocks(Triton, suites.Blocks, suites.BlocksInScans):
     """The whole suite, on the GPU."""
 
@@ -51,6 +56,12 @@ class TestInterpretedWrites(Triton, suites.Writes, suites.RotatedWrites, suites.
 @interpreted
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedGathers(Triton, suites.Gathers, suites.GatherEntries):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedReads(Triton, suites.Reads):
     """The whole suite."""
 
 

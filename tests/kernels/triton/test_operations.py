@@ -31,8 +31,8 @@ def taken():
     """
     seen = set()
     for operation, (form, args, kwargs) in sample_calls():
-        # Plans are plain JAX, whose result is for kernels; prefills launch the kernels of gathers.
-        if operation.name in ("plan_decode", "prefill_mla", "prefill_kv"):
+        # Plans are plain JAX, whose result is for kernels; prefills and reads launch the kernels of gathers.
+        if operation.name in ("plan_decode", "prefill_mla", "prefill_kv", "read_mla", "read_kv", "read_indexer_k"):
             continue
         call = operation.call(*args, **kwargs)
         if Triton().unsupported_reasons(call):

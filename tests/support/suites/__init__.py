@@ -30,6 +30,8 @@ from support.suites.gathers import GatherChecks as GatherChecks
 from support.suites.gathers import GatherEntries as GatherEntries
 from support.suites.gathers import GatherEntriesChecks as GatherEntriesChecks
 from support.suites.gathers import Gathers as Gathers
+from support.suites.gathers import ReadChecks as ReadChecks
+from support.suites.gathers import Reads as Reads
 from support.suites.hot_rows import HotRows as HotRows
 from support.suites.hot_rows import HotRowsMisuse as HotRowsMisuse
 from support.suites.in_place import BlocksInScans as BlocksInScans

@@ -1,5 +1,7 @@
-"""Gathers: bit-identical to the packed cache, equal to the oracle up to rounding, with garbage in all other memory."""
+"""Gathers, and reads at slots: bit-identical to the packed cache, equal to the oracle up to rounding, with garbage in
+all other memory."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -160,6 +162,99 @@ class Gathers(GatherChecks):
         assert_same_bits(found[0], kv_c)
         assert_same_bits(found[1], k_pe)
         assert oracle.PLAIN["bf16"] == found[0].dtype
+
+
+class ReadChecks(Suite):
+    """Checks of `read_mla`, `read_kv` and `read_indexer_k`."""
+
+    def read(self, cache, slots, layer, **keywords):
+        """The operation for the cache's entry; parts as a tuple, [T, ...]."""
+        operations = {
+            jaxkv.MLAEntry: jaxkv.read_mla,
+            jaxkv.KVEntry: jaxkv.read_kv,
+            jaxkv.IndexerEntry: jaxkv.read_indexer_k,
+        }
+        found = self.run(operations[type(cache.layout.entry)], cache, slots, layer=layer, **keywords)
+        return found if isinstance(found, tuple) else (found,)
+
+    def check(self, scene, layout, layer, count=40):
+        """Reads `count` tokens in any order, some of them twice, among slots outside the cache."""
+        entry, rng, requests = scene.entry, np.random.default_rng(0), range(len(scene.lengths))
+        used = np.concatenate([scene.slots(request) for request in requests])
+        chosen, outside = rng.integers(used.size, size=count), [-1, -(2**31), layout.num_slots, 2**31 - 1]
+        order = rng.permutation(count + len(outside))
+        slots = jnp.asarray(np.concatenate([used[chosen], outside])[order], jnp.int32)
+        dtype = entry.dtype if entry.format in oracle.PLAIN else jnp.float32
+        keywords = {"dtype": dtype, **scene.scale_arguments()}
+        found = self.read(scene.cache(layout, layer), slots, layer, **keywords)
+        twin = self.read(scene.twin(layout), slots, 0, **keywords)
+        parts = zip(*(scene.parts(request) for request in requests), strict=True)
+        for part, packed, values in zip(found, twin, parts, strict=True):
+            right = np.concatenate(values)[chosen]
+            right = np.concatenate([right, np.zeros((len(outside), *right.shape[1:]))])[order]
+            assert part.dtype == dtype
+            assert_same_bits(part, packed)
+            rounded = entry.codec.scaled or entry.codec.in_float32  # by the product with a scale of any value
+            assert_close(part, right.reshape(part.shape), roundings=4 if rounded else 0)
+
+
+class Reads(ReadChecks):
+    """The same on every layout."""
+
+    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
+    def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
+        heads = 1 if entry.one_head else 2
+        self.check(scenes.scene(entry, num_heads=heads), layout_of(name, entry, num_heads=heads), 1)
+
+    @pytest.mark.parametrize("name", scenes.APART)
+    @formats(scenes.APART_ENTRIES)
+    def test_keys_and_values_that_lie_apart(self, entry, name):
+        self.check(scenes.scene(entry, num_heads=2), layout_of(name, entry, num_heads=2), 1)
+
+    @pytest.mark.parametrize("block_size", [1, 3, 61])
+    @formats([scenes.MLA_ENTRIES[2], scenes.INDEXER_ENTRY])
+    def test_odd_block_sizes(self, entry, block_size):
+        scene = scenes.scene(entry, block_size=block_size, lengths=(0, 2, 3 * block_size + 1, 2 * block_size))
+        self.check(scene, layout_of("BLNHC padded", entry, block_size=block_size), 2)
+
+    @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+    def test_converts_to_the_dtype_asked_for(self, dtype):
+        scene = scenes.scene(scenes.MLA_ENTRIES[4])
+        cache, slots = scene.twin(layout_of("BLNHC", scene.entry)), jnp.asarray(scene.slots(3))
+        for part, right in zip(self.read(cache, slots, 0, dtype=dtype), scene.parts(3), strict=True):
+            assert part.dtype == dtype
+            assert_close(part, right[:, 0], roundings=2)
+
+    def test_what_was_written_comes_back(self):
+        entry, rng = scenes.MLA_ENTRIES[0], np.random.default_rng(0)
+        new = [jnp.asarray(rng.standard_normal((130, n)), jnp.bfloat16) for n in entry.sizes]
+        cache = jaxkv.KVCache.zeros(layout_of("BLNHC", entry))
+        slots = jnp.asarray(rng.permutation(cache.layout.num_slots)[:130], jnp.int32)
+        cache = self.run(jaxkv.write_mla, cache, *new, slots, layer=2)
+        for part, right in zip(self.read(cache, slots, 2), new, strict=True):
+            assert_same_bits(part, right)
+
+    @formats([scenes.MLA_ENTRIES[4], scenes.KV_ENTRIES[0], scenes.INDEXER_ENTRY])
+    def test_traced_layer_outside_the_cache_reads_zeros(self, entry):
+        layout = layout_of("BLNHC", entry, num_heads=1 if entry.one_head else 2)
+        cache, slots = to_cache(layout, scenes.garbage(layout, None)), jnp.asarray([0, 5, 99])
+        for layer in (-1, layout.num_layers, 2**31 - 1):
+            for part in self.read(cache, slots, jnp.asarray(layer, jnp.int32)):
+                assert not np.asarray(part, np.float32).any()
+
+    def test_no_slots(self):
+        cache = jaxkv.KVCache.zeros(layout_of("BLNHC", scenes.MLA_ENTRIES[0]))
+        kv_c, k_pe = self.read(cache, jnp.zeros(0, jnp.int32), 0)
+        assert (kv_c.shape, k_pe.shape) == ((0, 128), (0, 16))
+
+    def test_slots_of_other_integer_types_do_not_wrap_round(self):
+        layout = layout_of("BLNHC", scenes.MLA_ENTRIES[0])
+        cache = to_cache(layout, scenes.garbage(layout, None))
+        wrapped = np.asarray([2**32 + 5, -(2**32) + 5], np.int64)  # 5, had they been cut to 32 bits
+        with jax.enable_x64(True):
+            for slots in (wrapped, jnp.asarray(wrapped)):
+                for part in self.read(cache, slots, 0):
+                    assert not np.asarray(part, np.float32).any()
 
 
 OF_144_BYTES = jaxkv.MLAEntry("fp8_ds_mla", latent=128, rope=6)

@@ -64,36 +64,38 @@ class WriteChecks(Suite):
         return [int(slot) for slot in rng.permutation([*good, *bad])]
 
 
-class RotatedChecks(WriteChecks):
-    """Checks of `write_mla` with `cos_sin`."""
+def rotary_part(entry):
+    """Which part of an entry a write can rotate."""
+    return 0 if isinstance(entry, jaxkv.KVEntry) else 1
 
-    def rotated(self, entry, count, interleaved, cos_sin):
-        """New tokens, bfloat16 in value, and the same with rotary parts rotated in float64."""
-        latent, rope = (part[:, 0] for part in new_tokens(jaxkv.MLAEntry("bf16", *entry.sizes), 1, count))
-        wide, half = np.asarray(rope, np.float64), entry.sizes[1] // 2
+
+class RotatedChecks(WriteChecks):
+    """Checks of `write_mla` and `write_kv` with `cos_sin`."""
+
+    def rotated(self, entry, heads, count, interleaved, cos_sin):
+        """New tokens, bfloat16 in value, and the same with keys or rotary parts rotated in float64."""
+        new, keys = new_tokens(type(entry)("bf16", *entry.sizes), heads, count), rotary_part(entry)
+        wide, half = np.asarray(new[keys], np.float64), entry.sizes[keys] // 2
         index = np.arange(2 * half).reshape((half, 2) if interleaved else (2, half))
         first, second = index.T if interleaved else index
-        (a, b), (cos, sin) = (wide[:, first], wide[:, second]), np.split(np.asarray(cos_sin, np.float64), 2, axis=-1)
+        (a, b), (cos, sin) = (wide[..., first], wide[..., second]), np.split(np.float64(cos_sin)[:, None], 2, axis=-1)
         found = np.empty_like(wide)
-        found[:, first], found[:, second] = a * cos - b * sin, b * cos + a * sin
-        dtype = dtype_of(entry)
-        return [latent.astype(dtype), rope.astype(dtype)], [latent.astype(dtype), found]
+        found[..., first], found[..., second] = a * cos - b * sin, b * cos + a * sin
+        new = [part.astype(dtype_of(entry)) for part in new]
+        return new, [*new[:keys], found, *new[keys + 1 :]]
 
-    def check_rotated(self, entry, name, interleaved):
+    def check_rotated(self, entry, name, interleaved, heads=1):
         """Multiples of 1/8 instead of cosines and sines: products and sums are exact, and so are bytes."""
-        layout, rng = layout_of(name, entry), np.random.default_rng(0)
+        layout, rng = layout_of(name, entry, num_heads=heads), np.random.default_rng(0)
         slots = self.slots(layout, rng)
-        cos_sin = rng.integers(-8, 9, (len(slots), entry.sizes[1])).astype(np.float32) / 8
-        new, expected = self.rotated(entry, len(slots), interleaved, cos_sin)
-        keywords, _ = scales_of(entry, 1)
-        before = scenes.garbage(layout, rng, "random")
-        slots, options = jnp.asarray(slots, jnp.int32), {"layer": 1, **keywords}
-        found = self.run(
-            jaxkv.write_mla, to_cache(layout, before), *new, slots,
-            cos_sin=jnp.asarray(cos_sin), interleaved=interleaved, **options,
-        )  # fmt: skip
+        cos_sin = rng.integers(-8, 9, (len(slots), entry.sizes[rotary_part(entry)])).astype(np.float32) / 8
+        new, expected = self.rotated(entry, heads, len(slots), interleaved, cos_sin)
+        scales, _ = scales_of(entry, heads)
+        before, slots = scenes.garbage(layout, rng, "random"), jnp.asarray(slots, jnp.int32)
+        rotation = {"cos_sin": jnp.asarray(cos_sin), "interleaved": interleaved}
+        found = self.write(to_cache(layout, before), new, slots, 1, {**scales, **rotation})
         expected = [jnp.asarray(part, dtype_of(entry)) for part in expected]
-        right = self.run(jaxkv.write_mla, to_cache(layout, before), *expected, slots, **options)
+        right = self.write(to_cache(layout, before), expected, slots, 1, scales)
         assert_same_bits(to_bytes(found), to_bytes(right))
         assert (to_bytes(found) != before).any()
 
@@ -109,13 +111,23 @@ class RotatedWrites(RotatedChecks):
     def test_halves_in_every_format(self, entry):
         self.check_rotated(entry, "BLNHC", False)
 
+    @on_layouts(scenes.KV_ENTRIES[:1])
+    def test_keys_of_halves_on_every_layout(self, entry, name):
+        self.check_rotated(entry, name, False, heads=2)
+
+    @formats(scenes.KV_ENTRIES)
+    def test_interleaved_keys_in_every_format(self, entry):
+        self.check_rotated(entry, "BLNHC", True, heads=2)
+
     @pytest.mark.parametrize("interleaved", [False, True])
     @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
     def test_rotates_by_angles(self, dtype, interleaved):
         entry, slots = jaxkv.MLAEntry("f32", 64, 64), jnp.arange(40, dtype=jnp.int32)
         angles = np.random.default_rng(0).uniform(-1e4, 1e4, (40, 32))
         cos_sin = np.concatenate([np.cos(angles), np.sin(angles)], axis=-1).astype(np.float32)
-        (latent, rope), (_, right) = self.rotated(entry, 40, interleaved, cos_sin)
+        (latent, rope), (_, right) = (
+            [part[:, 0] for part in parts] for parts in self.rotated(entry, 1, 40, interleaved, cos_sin)
+        )
         layout = jaxkv.CacheLayout(num_layers=1, num_blocks=1, block_size=64, entry=entry)
         cache = self.run(
             jaxkv.write_mla, jaxkv.KVCache.zeros(layout), latent.astype(dtype), rope.astype(dtype), slots,

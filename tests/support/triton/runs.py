@@ -33,4 +33,5 @@ class Triton:
         "entries of format",
         "`q` of float16: supports bfloat16 and float32 with entries of format 'int8'",
         "part of 0 values",  # gathers would have a result of no values
+        "no slots",  # likewise reads
     )
