@@ -357,7 +357,7 @@ def request_fields(dims: Dims, cache: KVCache, block_tables, seq_lens, layer) ->
     }
 
 
-def _window_fields(dims: Dims, cache: KVCache, axes: str, window, causal) -> dict[str, int | None]:
+def _window_fields(dims: Dims, cache: KVCache, axes: str, window, causal) -> dict[str, Any]:
     """The fields of a call that define its mask, checked; `axes` are those of `query_axes`."""
     q_len = dims["Q"] if axes == "B Q Hq" else 1 if axes == "B Hq" else None
     window, ahead = window_of(window, causal, dims["M"] * cache.layout.block_size, q_len)
