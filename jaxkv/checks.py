@@ -236,11 +236,16 @@ def float_dtype(name: str, dtype: Any) -> jnp.dtype:
 
 def positive_int(name: str, value: Any, *, below: int | None = 2**31) -> int:
     """`value` as a Python int; ValueError unless it is a positive integer and less than `below` (None for no limit)."""
-    number = None if isinstance(value, jax.Array) else as_int(value)
+    number = _static_int(value)
     if number is None or number < 1 or (below is not None and number >= below):
         limit = "" if below is None else f" below {below}"
         raise ValueError(f"`{name}` is {value!r}: expected a positive int{limit} (it is static)")
     return number
+
+
+def _static_int(value: Any) -> int | None:
+    """`value` as a Python int; None if it is not an integer, or an array that may be traced."""
+    return None if isinstance(value, jax.Array) else as_int(value)
 
 
 def static_bool(name: str, value: Any) -> bool:
@@ -250,18 +255,50 @@ def static_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def window_of(window: Any, causal: Any, capacity: int) -> int | None:
-    """`window` as kernels expect it; ValueError unless it is None or, with a causal mask, a positive int of any size.
+def window_of(window: Any, causal: Any, capacity: int, q_len: int | None = None) -> tuple[int | None, int | None]:
+    """`window` and `causal` as kernels expect them.
 
-    The result is None if the window can exclude no token: if it is at least `capacity` (the tokens of a block table),
-    or does not fit in int32.
+    Args:
+      window: as in `decode_mla`.
+      causal: as in `decode_mla`.
+      capacity: the tokens of a block table.
+      q_len: query tokens per request; None if requests may have any number.
+
+    Returns:
+      `window` and `ahead` of `jaxkv_kernels.calls.DecodeCall`: how many tokens a query token sees up to its own, and
+      how many after it.  Each is None if it excludes no token: (None, None) are all tokens, and (None, 0) is a causal
+      mask without a window.
+
+    Raises:
+      ValueError: `causal` is not a bool; `window` is not None, a pair of limits or, with a causal mask, a positive int.
     """
-    if window is None:
-        return None
-    window = positive_int("window", window, below=None)
-    if causal is False:
-        raise ValueError(f"`window` is {window}: expected None, because with `causal=False` no token is the last one")
-    return window if window < min(capacity, MAX_SLOTS) else None
+    causal = static_bool("causal", causal)
+    left, right = (-1, -1) if window is None else _sides(window, causal)
+    behind = left + 1 if 0 <= left < min(capacity, MAX_SLOTS) - 1 else None
+    if causal or (behind is not None and q_len == 1):  # no token comes after the only query token
+        return behind, 0
+    # The query tokens are the last ones of their request: at most `q_len` - 1 tokens come after any of them.
+    most = MAX_SLOTS if q_len is None else q_len - 1
+    return behind, right if 0 <= right < most else None
+
+
+def _sides(window: Any, causal: bool) -> tuple[int, int]:
+    """The limits (left, right) of a window; -1 for no limit."""
+    if isinstance(window, tuple):
+        left, right = map(_static_int, window) if len(window) == 2 else (None, None)
+        if left is not None and right is not None and min(left, right) >= -1:
+            return left, right
+    elif (tokens := _static_int(window)) is not None and tokens > 0:
+        if causal:
+            return tokens - 1, -1
+        raise ValueError(
+            f"`window` is {window}: expected None or a tuple (left, right), because with `causal=False` no token is "
+            "the last one"
+        )
+    raise ValueError(
+        f"`window` is {window!r}: expected a positive int, or a tuple (left, right) of ints, each 0 or more, or -1 for "
+        "no limit (it is static)"
+    )
 
 
 def logit_cap_of(value: Any) -> float | None:

@@ -70,6 +70,7 @@ SLOTS, LARGE = ("tests/ops/test_slots.py",), ("tests/ops/test_large.py",)
 PACKED_TESTS = ("tests/layout", "tests/offload/test_offload.py")
 WRITES, BLOCKS = ("tests/ops/test_xla.py::TestWrites",), ("tests/ops/test_xla.py::TestBlocks",)
 MLA, KV = ("tests/ops/test_xla.py::TestDecodeMLA",), ("tests/ops/test_xla.py::TestDecodeKV",)
+KV_WINDOWS = ("tests/ops/test_xla.py::TestKVWindowsOfBothSides",)
 SPARSE_MLA, EXTRA = ("tests/ops/test_xla.py::TestDecodeMLASparse",), ("tests/ops/test_xla.py::TestExtraSlots",)
 MERGE = ("tests/ops/test_xla.py::TestMerge",)
 PLAN = ("tests/kernels/mosaic_gpu/test_plan.py",)
@@ -145,9 +146,23 @@ MUTANTS = {
         Mutant(
             "a window without its first token",
             PAGED,
-            "jnp.maximum(ends - window, 0)), ends",
-            "jnp.maximum(ends - window + 1, 0)), ends",
+            "else jnp.maximum(ends - window, 0)",
+            "else jnp.maximum(ends - window + 1, 0)",
             KV,
+        ),
+        Mutant(
+            "a window without its last token",
+            PAGED,
+            "jnp.minimum(ends, lengths[:, None] - ahead) + ahead",
+            "jnp.minimum(ends, lengths[:, None] - ahead) + ahead - 1",
+            KV_WINDOWS,
+        ),
+        Mutant(
+            "query tokens that are not the last ones count as the last ones",
+            PAGED,
+            "query_ends(lengths if trailing is None else lengths - trailing, tokens)",
+            "query_ends(lengths, tokens)",
+            KV_WINDOWS,
         ),
         Mutant(
             "query tokens do not see themselves",

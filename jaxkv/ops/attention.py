@@ -48,7 +48,7 @@ def decode_mla(
     scale: ArrayLike,
     kv_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     causal: bool = True,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
@@ -68,7 +68,7 @@ def decode_mla(
     scale: ArrayLike,
     kv_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     causal: bool = True,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
@@ -87,7 +87,7 @@ def decode_mla(
     scale: ArrayLike,
     kv_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     causal: bool = True,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
@@ -119,9 +119,19 @@ def decode_mla(
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
-      window: static positive int of any size; a query sees only the last `window` tokens, itself included.  A window of
-        at least the capacity of the table has no effect.
-      causal: static bool; if False, every query token sees all `seq_len` tokens of its request.
+      window: static int or pair of ints; which tokens around its own a query token sees.  The query token at position p
+        (`seq_len` - Q + t for token t of Q) sees these positions below `seq_len`, and with a causal mask only those up
+        to p:
+
+            (left, right)    p - left <= position <= p + right; a limit of -1 excludes nothing
+            int              p - window < position: the last `window` tokens, its own included
+
+        An int must be positive and needs a causal mask, with which it means the same as (window - 1, -1).  Numbers may
+        be of any size, and those of at least the capacity of the table have no effect.  Where a request has fewer than
+        Q tokens, p may be negative.  GPU kernels support windows in which no query token sees tokens after its own,
+        and `xla` all.
+      causal: static bool; if False, a query token also sees later tokens: all `seq_len` tokens of its request, or those
+        in the `window`.
       sinks: float32 [Hq]; attention sinks: one logit per head that is added to the softmax's denominator, without a
         value.  `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.
       cu_q_lens: int32 [B + 1], running sum from 0 of the query tokens of each request, whose numbers may differ: those
@@ -143,8 +153,8 @@ def decode_mla(
       the cache are masked.  If a traced layer is outside the cache, no query sees a token.
 
     Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong, there is a `window` without a causal mask, or `plan`
-        was made for another shape or dtype.
+      ValueError: a shape, dtype, static layer, scale or `window` is wrong, or `plan` was made for another shape or
+        dtype.
     """
     return_lse = static_bool("return_lse", return_lse)
     check_cache(cache, MLAEntry)
@@ -158,17 +168,17 @@ def decode_mla(
         q_latent=q_latent,
         q_pe=q_pe,
         **request_fields(dims, cache, block_tables, seq_lens, layer),
-        window=window_of(window, causal, dims["M"] * cache.layout.block_size),
+        **_window_fields(dims, cache, axes, window, causal),
         kv_scale=entry_scale("kv_scale", kv_scale, cache),
         scale=softmax_scale(scale),
         logit_cap=logit_cap_of(logit_cap),
         plan=None,
+        trailing=None,
     )
     arrangement = arrange(
         call,
         dims,
         q_len=dims["Q"] if axes == "B Q Hq" else None,
-        causal=causal,
         cu_q_lens=cu_q_lens,
         groups=groups_of(plan, None if cu_q_lens is None else dims["T"]),
     )
@@ -191,7 +201,7 @@ def decode_kv(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     causal: bool = True,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
@@ -211,7 +221,7 @@ def decode_kv(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     causal: bool = True,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
@@ -230,7 +240,7 @@ def decode_kv(
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     causal: bool = True,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
@@ -257,9 +267,8 @@ def decode_kv(
       v_scale: the same for v; value = stored * v_scale.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
-      window: static positive int of any size; a query sees only the last `window` tokens, itself included.  A window of
-        at least the capacity of the table has no effect.
-      causal: static bool; if False, every query token sees all `seq_len` tokens of its request.
+      window: static int, the last tokens that a query token sees, or (left, right), as in `decode_mla`.
+      causal: static bool; if False, a query token also sees later tokens, as in `decode_mla`.
       sinks: float32 [Hq]; attention sinks, as in `decode_mla`.
       cu_q_lens: int32 [B + 1], running sum of the query tokens of each request, as in `decode_mla`.
       return_lse: also return the log-sum-exp of the scores.
@@ -273,8 +282,8 @@ def decode_kv(
       and -inf; low finite scores are never masked.  Tokens in blocks outside the cache are masked.
 
     Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong, there is a `window` without a causal mask, or `plan`
-        was made for another shape or dtype.
+      ValueError: a shape, dtype, static layer, scale or `window` is wrong, or `plan` was made for another shape or
+        dtype.
     """
     return_lse = static_bool("return_lse", return_lse)
     check_cache(cache, KVEntry)
@@ -289,18 +298,18 @@ def decode_kv(
     call = calls.DecodeKV(
         q=q,
         **request_fields(dims, cache, block_tables, seq_lens, layer),
-        window=window_of(window, causal, dims["M"] * cache.layout.block_size),
+        **_window_fields(dims, cache, axes, window, causal),
         k_scale=entry_scale("k_scale", k_scale, cache, heads=True),
         v_scale=entry_scale("v_scale", v_scale, cache, heads=True),
         scale=softmax_scale(scale),
         logit_cap=logit_cap_of(logit_cap),
         plan=None,
+        trailing=None,
     )
     arrangement = arrange(
         call,
         dims,
         q_len=dims["Q"] if axes == "B Q Hq" else None,
-        causal=causal,
         cu_q_lens=cu_q_lens,
         groups=groups_of(plan, None if cu_q_lens is None else dims["T"]),
     )
@@ -348,6 +357,13 @@ def request_fields(dims: Dims, cache: KVCache, block_tables, seq_lens, layer) ->
     }
 
 
+def _window_fields(dims: Dims, cache: KVCache, axes: str, window, causal) -> dict[str, Any]:
+    """The fields of a call that define its mask, checked; `axes` are those of `query_axes`."""
+    q_len = dims["Q"] if axes == "B Q Hq" else 1 if axes == "B Hq" else None
+    window, ahead = window_of(window, causal, dims["M"] * cache.layout.block_size, q_len)
+    return {"window": window, "ahead": ahead}
+
+
 def _check_seen(cache: KVCache, call: calls.DecodeCall[Any], arrangement: Arrangement, cu_q_lens) -> None:
     """In checked mode, checks the tokens that some query token sees by `check_entries`."""
     if not data_checks.checking():
@@ -355,6 +371,7 @@ def _check_seen(cache: KVCache, call: calls.DecodeCall[Any], arrangement: Arrang
     seq_lens = call.seq_lens
     tokens = jnp.full_like(seq_lens, arrangement.q_len or 1) if cu_q_lens is None else jnp.diff(int32(cu_q_lens))
     seen = jnp.where(tokens > 0, seq_lens, 0)
+    # Each query token sees its own, and the last one of a request is its last token: no window ends before that.
     first = jnp.zeros_like(seen) if call.window is None else seen - (tokens - 1) - call.window
     check_entries(cache, call.block_tables, first, seen, call.layer)
 

@@ -34,6 +34,8 @@ class Shape:
     q_len: int
     """Query tokens per request."""
     window: int | None
+    ahead: int | None
+    """Both as in `jaxkv_kernels.calls.DecodeCall`."""
     entry: Entry
     dtype: str
     """The dtype of the queries."""
@@ -51,6 +53,7 @@ class Shape:
             kv_heads=call.pages.num_heads,
             q_len=call.q_len,
             window=call.window,
+            ahead=call.ahead,
             entry=call.entry,
             dtype=str(call.dtype),
         )
@@ -79,7 +82,7 @@ def plan_decode(
     *,
     num_heads: int,
     q_len: int = 1,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     causal: bool = True,
     cu_q_lens: ArrayLike | None = None,
     total: int | None = None,
@@ -136,7 +139,8 @@ def plan_decode(
     q_len = positive_int("q_len", q_len)
     if cu_q_lens is not None and q_len != 1:
         raise ValueError(f"`q_len` is {q_len}: expected 1, because `cu_q_lens` has the numbers of query tokens")
-    window = window_of(window, causal, dims["M"] * pages.block_size)
+    tokens = q_len if cu_q_lens is None else None
+    behind, ahead = window_of(window, causal, dims["M"] * pages.block_size, tokens)
     call = calls.PlanDecode(
         buffer=cache.buffer,
         pages=pages,
@@ -145,12 +149,13 @@ def plan_decode(
         seq_lens=int32(seq_lens),
         heads=num_heads,
         q_len=q_len,
-        window=window,
+        window=behind,
+        ahead=ahead,
         dtype=float_dtype("dtype", entry.input_dtype if dtype is None else dtype),
         batch_invariant=static_bool("batch_invariant", batch_invariant),
     )
     lengths = call.seq_lens
-    arrangement = arrange(call, dims, q_len=q_len, causal=causal, cu_q_lens=cu_q_lens)
+    arrangement = arrange(call, dims, q_len=q_len, cu_q_lens=cu_q_lens)
     call = arrangement.applied(call)
     try:
         backend = choose(call, implementation)

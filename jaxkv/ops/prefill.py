@@ -241,7 +241,7 @@ def prefill_kv(
     scale: float,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     sinks: ArrayLike | None = None,
     gathered_bytes: int = CHUNK_BYTES,
     return_lse: Literal[False] = False,
@@ -258,7 +258,7 @@ def prefill_kv(
     scale: float,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     sinks: ArrayLike | None = None,
     gathered_bytes: int = CHUNK_BYTES,
     return_lse: Literal[True],
@@ -274,7 +274,7 @@ def prefill_kv(
     scale: float,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
-    window: int | None = None,
+    window: int | tuple[int, int] | None = None,
     sinks: ArrayLike | None = None,
     gathered_bytes: int = CHUNK_BYTES,
     return_lse: bool = False,
@@ -312,7 +312,8 @@ def prefill_kv(
       scale: static number, the softmax scale.
       k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
       v_scale: the same for v; value = stored * v_scale.
-      window: static positive int; a query sees only the last `window` tokens, itself included.
+      window: static int, the last tokens that a query token sees, or (left, right), as in `decode_mla` with a causal
+        mask: `right` has no effect.
       sinks: float32 [Hq]; attention sinks, as in `decode_mla_sparse`: one logit per head that is added to the softmax's
         denominator, without a value.
       gathered_bytes: static bound on the bytes of the keys and values of a chunk of earlier tokens; 256 MiB by default.
@@ -336,18 +337,18 @@ def prefill_kv(
     if sinks is not None:
         dims.check("sinks", sinks, "Hq", ("float32",))
     requests = request_fields(dims, cache, block_tables, seq_lens, layer)
-    window = window_of(window, True, dims["M"] * layout.block_size)
+    behind, _ = window_of(window, True, dims["M"] * layout.block_size)
     call = calls.PrefillKV(
         q=q,
         **requests,
         scale=static_scale(scale),
         k_scale=entry_scale("k_scale", k_scale, cache, heads=True),
         v_scale=entry_scale("v_scale", v_scale, cache, heads=True),
-        window=window,
+        window=behind,
         chunk_bytes=positive_int("gathered_bytes", gathered_bytes, below=None),
     )
     if data_checks.checking():
-        first = 0 if window is None else call.seq_lens - q.shape[1] - window + 1
+        first = 0 if behind is None else call.seq_lens - q.shape[1] - behind + 1
         first = jnp.maximum(first, jnp.zeros_like(call.seq_lens))
         check_entries(cache, call.block_tables, first, call.seq_lens, call.layer)
     out, lse = run(call, implementation)

@@ -7,6 +7,10 @@ forms are arranged as this one, outside of the kernels:
                  its own, with the blocks of the whole request and a length up to its own last token.
     not causal   All query tokens of a request see the same keys, as the heads of one query token do: they become heads.
 
+One kind of call has no such form: query tokens that are not the last ones, and see some tokens after their own (a
+`window` without a causal mask).  Their groups have the whole length, and `trailing` tokens come after them.  Kernels
+that support `ahead` compute their masks from both.
+
 A group has as many rows (query tokens x heads that share keys) as a kernel's tile.  A kernel that supported ragged
 queries itself would therefore read the keys as often.
 """
@@ -20,7 +24,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxkv import data_checks
-from jaxkv.checks import Dims, computed, int32, running_sum, static_bool
+from jaxkv.checks import Dims, computed, int32, running_sum
 from jaxkv_kernels.addressing import lengths_in_table
 from jaxkv_kernels.calls import DecodeCall, PlanDecode
 
@@ -103,7 +107,6 @@ def arrange(
     dims: Dims,
     *,
     q_len: int | None,
-    causal: bool,
     cu_q_lens: ArrayLike | None,
     groups: Groups | None = None,
 ) -> "Arrangement":
@@ -113,14 +116,13 @@ def arrange(
       call: a call whose queries, tables and lengths are those that the caller passed.
       dims: has the axes B and Hq, and T if the queries are ragged.
       q_len: query tokens per request; None if queries have no such axis.
-      causal: as in `decode_mla`.
       cu_q_lens: as in `decode_mla`; if not None, the queries are ragged.
       groups: those of a plan; None to divide the query tokens here.
 
     Raises:
-      ValueError: `causal` is not a bool, or `cu_q_lens` has the wrong shape or dtype.
+      ValueError: `cu_q_lens` has the wrong shape or dtype.
     """
-    causal, kv_heads = static_bool("causal", causal), call.pages.num_heads
+    kv_heads = call.pages.num_heads
     if cu_q_lens is not None:
         dims.check_running_sum("cu_q_lens", cu_q_lens)
         if data_checks.checking():
@@ -128,7 +130,7 @@ def arrange(
         if groups is None:
             size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, call.window)
             groups = computed(partial(divide, total=dims["T"], size=size), running_sum(cu_q_lens))
-    return Arrangement(q_len, kv_heads, causal, groups)
+    return Arrangement(q_len, kv_heads, call.window is None and call.ahead is None, groups)
 
 
 def _check_rises(cu_q_lens, total: int) -> None:
@@ -148,7 +150,8 @@ class Arrangement:
     """Query tokens per request; None if queries have no such axis: [B, H, D], or ragged."""
     kv_heads: int
     """Heads of the cache.  The query heads that share one are adjacent."""
-    causal: bool
+    as_heads: bool
+    """Whether query tokens become heads, because all those of a request see the same keys."""
     groups: Groups | None
     """None if queries are not ragged."""
 
@@ -159,27 +162,29 @@ class Arrangement:
 
     def applied[C: DecodeCall[Any] | PlanDecode](self, call: C) -> C:
         """The call of `arrange` with the queries, tables and lengths of the kernel's requests."""
-        tables, lengths = self._requests(call.block_tables, call.seq_lens, call.pages.block_size)
-        call = replace(call, block_tables=tables, seq_lens=lengths)
+        tables, lengths = self._requests(call)
+        ahead = 0 if self.as_heads else call.ahead
+        call = replace(call, block_tables=tables, seq_lens=lengths, ahead=ahead)
         if isinstance(call, DecodeCall):
-            return call.with_queries(*map(self._queries, call.queries))
-        if self.causal:
+            trailing = None if self.groups is None or ahead == 0 else self.groups.num_trailing
+            return replace(call.with_queries(*map(self._queries, call.queries)), trailing=trailing)
+        if not self.as_heads:
             return replace(call, q_len=self._size)
         return replace(call, q_len=1, heads=call.heads * self._size)
 
-    def _requests(self, block_tables, seq_lens, block_size: int) -> tuple[Any, Any]:
+    def _requests(self, call: DecodeCall[Any] | PlanDecode) -> tuple[Any, Any]:
         """The block tables [G, M] and lengths [G] of the kernel's requests."""
         if self.groups is None:
-            return block_tables, seq_lens
+            return call.block_tables, call.seq_lens
 
         def of_groups(groups, block_tables, seq_lens):
             request = jnp.maximum(groups.requests, 0)
-            lengths = lengths_in_table(seq_lens, block_tables, block_size)[request]
-            if self.causal:
+            lengths = lengths_in_table(seq_lens, block_tables, call.pages.block_size)[request]
+            if call.ahead == 0:
                 lengths = lengths - groups.num_trailing
             return block_tables[request], jnp.where(groups.requests < 0, 0, lengths)
 
-        return computed(of_groups, self.groups, block_tables, seq_lens)
+        return computed(of_groups, self.groups, call.block_tables, call.seq_lens)
 
     def _queries(self, q):
         """`q` [B, Q, H, D], [B, H, D] or (ragged) [T, H, D] as the kernel's queries."""
@@ -189,7 +194,7 @@ class Arrangement:
                 q = jnp.asarray(q)[groups.tokens]
             elif q.ndim == 3:
                 q = q[:, None]
-            if self.causal:
+            if not self.as_heads:
                 return q
             batch, size, heads, width = q.shape
             q = q.reshape(batch, size, self.kv_heads, heads // self.kv_heads, width).swapaxes(1, 2)
@@ -206,7 +211,7 @@ class Arrangement:
         return self._ordered(out, 0.0), self._ordered(lse, -jnp.inf)
 
     def _ordered(self, x, empty: float):
-        if not self.causal:
+        if self.as_heads:
             batch, _, rows, *rest = x.shape
             heads, size = rows // self._size, self._size
             x = x.reshape(batch, self.kv_heads, size, heads // self.kv_heads, *rest).swapaxes(1, 2)

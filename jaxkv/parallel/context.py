@@ -126,7 +126,7 @@ class _Requests(NamedTuple):
 
 
 def _requests_of_tokens(
-    cache: KVCache, block_tables, seq_lens, dims: Dims, tokens: int, axis, window: int | None = None
+    cache: KVCache, block_tables, seq_lens, dims: Dims, tokens: int, axis, window: int | tuple[int, int] | None = None
 ) -> _Requests:
     """The requests on this shard, for Q = `tokens` query tokens of each of B requests.
 
@@ -142,7 +142,7 @@ def _requests_of_tokens(
     seen = (lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]).reshape(-1)
     shares = local_lengths(seen, shards=shards, shard=shard)
     found = _Requests(jnp.repeat(block_tables, tokens, axis=0), shares)
-    window = window_of(window, True, table_tokens(block_tables, cache.layout.block_size) * shards.num_shards)
+    window, _ = window_of(window, True, table_tokens(block_tables, cache.layout.block_size) * shards.num_shards)
     if window is None:
         return found
     windows = _window_counts(window, shards)
@@ -239,7 +239,14 @@ def decode_kv(q, cache: KVCache, block_tables, seq_lens, *, axis, sinks=None, re
 
 
 def plan_decode(
-    cache: KVCache, block_tables, seq_lens, *, axis, q_len: int = 1, window: int | None = None, **options
+    cache: KVCache,
+    block_tables,
+    seq_lens,
+    *,
+    axis,
+    q_len: int = 1,
+    window: int | tuple[int, int] | None = None,
+    **options,
 ) -> plan.DecodePlan | tuple[plan.DecodePlan, ...]:
     """`jaxkv.plan_decode` for `context.decode_mla` and `context.decode_kv`.  Call it inside `shard_map`.
 

@@ -23,6 +23,17 @@ MOST_EXTRA_BYTES = 2**21
 """The most bytes of the second cache of sparse attention: each call fills a new one."""
 
 
+WINDOWS = (64, 64), (3, 1), (127, -1), (-1, 2)
+"""Windows of both sides that are drawn."""
+
+
+def _behind(window: int | tuple[int, int] | None) -> int | None:
+    """How many tokens up to its own a query token sees; None for all."""
+    if isinstance(window, tuple):
+        return None if window[0] == -1 else window[0] + 1
+    return window
+
+
 class Queries(Case):
     """Operations with queries against all cached tokens of each request.  Their queries come before the cache."""
 
@@ -39,8 +50,8 @@ class Queries(Case):
         """Block tables and lengths; `q_lens` are the numbers of query tokens of the requests."""
         lengths = draw_lengths(rng, self.requests, self.columns * self.layout.block_size, self.layout.block_size)
         tables = draw_tables(rng, self.layout, self.columns, lengths)
-        window = dict(self.options).get("window")
-        first = 0 if window is None else lengths - (q_lens - 1) - window
+        behind = _behind(dict(self.options).get("window"))
+        first = 0 if behind is None else lengths - (q_lens - 1) - behind
         reveal(live, self.layout, tables, first, lengths)
         return tables, past_the_limits(rng, lengths, self.columns * self.layout.block_size)
 
@@ -59,8 +70,8 @@ class DecodeMLA(Queries):
     def sizes(cls, rng, layout, fields):
         """Options of attention, and a dtype of the queries that represents the entries exactly."""
         options = {"scale": pick(rng, 0.03, 0.07, 0.11), "logit_cap": pick(rng, None, None, 2.0, 30.0)}
-        options |= {"window": pick(rng, None, None, None, 1, 64, 300)}
-        options |= {"causal": options["window"] is not None or pick(rng, True, True, False)}
+        options |= {"window": pick(rng, None, None, None, 1, 64, 300, *WINDOWS)}
+        options |= {"causal": isinstance(options["window"], int) or pick(rng, True, True, False)}
         own = str(layout.entry.dtype)
         dtype = fields["dtype"]
         if own in NUMBERS:

@@ -287,6 +287,8 @@ class PlanDecode(BlocksCall[Any]):
     """Query heads."""
     q_len: int = field(metadata=STATIC)
     window: int | None = field(metadata=STATIC)
+    ahead: int | None = field(metadata=STATIC)
+    """Both as in `DecodeCall`."""
     dtype: jnp.dtype = field(metadata=STATIC)
     """The dtype of the queries."""
     batch_invariant: bool = field(metadata=STATIC)
@@ -301,9 +303,12 @@ class PlanDecode(BlocksCall[Any]):
 
 @record
 class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
-    """Causal attention of the last Q tokens of each request to the entries in its blocks; returns out and lse.
+    """Attention of Q query tokens of each request to the entries in its blocks; returns out and lse.
 
-    It has the attributes of `PlanDecode`, so that an implementation can make a plan for the call itself.
+    They are the last tokens of the request, but for `trailing` ones.  The query token at position p sees the tokens
+    from p - window + 1 to p + ahead.
+
+    A call has the attributes of `PlanDecode`, so that an implementation can make a plan for the call itself.
     """
 
     batch_invariant: ClassVar[bool] = False
@@ -316,8 +321,14 @@ class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
     """float32 scalar, the softmax scale."""
     plan: Any
     """The schedule that the implementation's `plan_decode` returned for these lengths; None to make one."""
+    trailing: jax.Array | None
+    """[B], how many tokens of each request come after its last query token; None for none.  Only calls whose `ahead` is
+    not 0 have it: for the others, tokens after the last query token are left out of `seq_lens`."""
     logit_cap: float | None = field(metadata=STATIC)
     window: int | None = field(metadata=STATIC)
+    """How many tokens up to its own, this one included, a query token sees; None for all."""
+    ahead: int | None = field(metadata=STATIC)
+    """How many tokens after its own a query token sees: 0 under a causal mask, None for all."""
 
     @property
     def queries(self) -> tuple[jax.Array, ...]:
@@ -803,6 +814,13 @@ def _unlisted(entry: Entry, listed: Listed) -> Iterator[str]:
         yield f"entries of kind {type(entry).__name__}: supports {kinds}"
     elif entry.format not in formats:
         yield f"entries of format {entry.format!r}: supports {', '.join(formats)}"
+
+
+def later_token_reasons(call: DecodeCall[Any] | PlanDecode) -> Iterator[str]:
+    """A reason against a call whose query tokens see tokens after their own, for kernels with a causal mask."""
+    if call.ahead != 0:
+        seen = "all tokens" if call.ahead is None else f"{call.ahead} token{'s' * (call.ahead != 1)}"
+        yield f"a window in which query tokens see {seen} after their own: supports none, as under a causal mask"
 
 
 _SUPPORT = "_support"

@@ -43,11 +43,12 @@ def decode_mla(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, tokens=1, pl
     return jaxkv.decode_mla(*q, cache, ints(tables), ints(lengths), layer=layer, scale=0.3, plan=plan)
 
 
-def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1):
+def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1, causal=True):
     q = jnp.ones((len(tables), tokens, 2, 8))
     cache = jaxkv.KVCache.zeros(KV) if cache is None else cache
     scales = {"scale": 0.3, "k_scale": 0.1, "v_scale": 0.1}
-    return jaxkv.decode_kv(q, cache, ints(tables), ints(lengths), layer=layer, window=window, **scales)
+    options = {"window": window, "causal": causal, **scales}
+    return jaxkv.decode_kv(q, cache, ints(tables), ints(lengths), layer=layer, **options)
 
 
 def decode_mla_sparse(slots=((0, 23, -1), (-(2**31), 5, 5)), layer=0, cache=None, counts=None):

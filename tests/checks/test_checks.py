@@ -287,11 +287,16 @@ class TestPoison:
             jaxkv.checked(lambda cache: decode_mla(layer=0, cache=cache))(self.cache(MLA))
 
     @pytest.mark.parametrize(
-        ("window", "tokens", "misused"), [(2, 1, False), (3, 1, True), (2, 2, True), (1, 2, False)]
+        ("window", "tokens", "misused"),
+        [
+            *((2, 1, False), (3, 1, True), (2, 2, True), (1, 2, False)),
+            *(((0, 1), 2, False), ((1, 1), 2, True), ((-1, 0), 2, True), ((0, -1), 3, True)),
+        ],
     )
     def test_nan_is_misuse_inside_the_window_only(self, window, tokens, misused):
         cache = self.cache(KV, (0, 0, 0, 3))  # position 4 of 7
-        check = jaxkv.checked(lambda cache: decode_kv(layer=1, cache=cache, window=window, tokens=tokens))
+        options = {"window": window, "tokens": tokens, "causal": isinstance(window, int)}
+        check = jaxkv.checked(lambda cache: decode_kv(layer=1, cache=cache, **options))
         if misused:
             with pytest.raises(ValueError, match=re.escape("`cache`[0, 4] is 0: the entry at this slot")):
                 check(cache)

@@ -36,6 +36,7 @@ MODES = {
     "decode_mla, with a plan": FORWARD,
     "decode_kv": FORWARD,
     "decode_kv, ragged": FORWARD,
+    "decode_kv, ragged with a window": FORWARD,
     "decode_mla_sparse": BOTH,
     "decode_mla_sparse, of two caches": BOTH,
     "indexer_logits": FORWARD,

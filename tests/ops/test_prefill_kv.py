@@ -12,7 +12,7 @@ from jaxkv_kernels.mosaic_gpu import cudnn
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
 from support.available import assume_available
-from support.cases import each_value, on_layouts
+from support.cases import each_value, further, on_layouts
 from support.compare import assert_close, assert_same_bits
 
 SCALE, HEADS, QUERY_HEADS = 0.3, 2, 6
@@ -45,9 +45,8 @@ def check(scene, cache, q, *, window=None, sinks=None, **options):
     out, lse = prefill(scene, cache, q, 1, window=window, sinks=sinks, **options)
     wide, found = np.asarray(q.astype(jnp.float32), np.float64), []
     for request, length in enumerate(scene.lengths):
-        ends = length - q.shape[1] + 1 + np.arange(q.shape[1])
-        parts = scene.parts(request)
-        found.append(oracle.attention(wide[request], *parts, SCALE, ends=ends, window=window, sinks=sinks))
+        seen = oracle.seen_by_last(length, q.shape[1], window)
+        found.append(oracle.attention(wide[request], *scene.parts(request), SCALE, seen=seen, sinks=sinks))
     right_out, right_lse = (np.stack(x) for x in zip(*found, strict=True))
     # Keys and values are rounded to the dtype of the queries, like P and the result.
     roundings = 64 if out.dtype == jnp.float32 else 6
@@ -90,6 +89,16 @@ def test_query_tokens_chunks_and_windows(tokens, gathered_bytes, window):
     """From one query token to more than the capacity of the tables, and from chunks of one token on."""
     scene, cache = setting()
     check(scene, cache, queries(ENTRY, tokens, "float32"), gathered_bytes=gathered_bytes, window=window)
+
+
+@pytest.mark.parametrize(("window", "same"), [((63, -1), 64), further((49, 7), 50), further((-1, 0), None)])
+def test_windows_of_both_sides_end_at_the_query_token(window, same):
+    scene, cache = setting()
+    q = queries(ENTRY, 5, "float32")
+    for found, expected in zip(
+        prefill(scene, cache, q, 1, window=window), check(scene, cache, q, window=same), strict=True
+    ):
+        assert_same_bits(found, expected)
 
 
 @pytest.mark.parametrize(("heads", "query_heads"), [(4, 4), (4, 32), (1, 5)])

@@ -66,8 +66,8 @@ def truth(scene, given):
         latents, rope = latents[:, 0], np.broadcast_to(rope, (length, HEADS, rope.shape[-1]))
         k = np.concatenate([np.einsum("sr,hnr->shn", latents, w_uk), rope], axis=-1)
         q = np.concatenate([q_nope[request], q_pe[request]], axis=-1)
-        ends = length - q.shape[0] + 1 + np.arange(q.shape[0])
-        found.append(oracle.attention(q, k, np.einsum("sr,hvr->shv", latents, w_uv), SCALE, ends=ends))
+        seen = oracle.seen_by_last(length, len(q))
+        found.append(oracle.attention(q, k, np.einsum("sr,hvr->shv", latents, w_uv), SCALE, seen=seen))
     return tuple(np.stack(x) for x in zip(*found, strict=True))
 
 

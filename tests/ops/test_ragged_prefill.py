@@ -62,8 +62,8 @@ def truth(scene, given, q_lens):
         latents, rope = latents[:, 0], np.broadcast_to(rope, (length, heads, rope.shape[-1]))
         k = np.concatenate([np.einsum("sr,hnr->shn", latents, w_uk), rope], axis=-1)
         q = np.concatenate([q_nope[rows], q_pe[rows]], axis=-1)
-        ends = length - count + 1 + np.arange(count)
-        out[rows], lse[rows] = oracle.attention(q, k, np.einsum("sr,hvr->shv", latents, w_uv), SCALE, ends=ends)
+        seen = oracle.seen_by_last(length, count)
+        out[rows], lse[rows] = oracle.attention(q, k, np.einsum("sr,hvr->shv", latents, w_uv), SCALE, seen=seen)
     return out, lse
 
 

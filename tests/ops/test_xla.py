@@ -9,6 +9,7 @@ from jaxkv_kernels.calls import GroupedSwiglu
 from jaxkv_kernels.experts import expert_groups
 from jaxkv_kernels.scores import capped
 from jaxkv_kernels.xla import experts
+from jaxkv_kernels.xla.paged import chunks_seen, query_ranges
 from support import suites
 from support.compare import assert_close
 from support.suites.experts import arguments as expert_arguments
@@ -31,6 +32,14 @@ class TestDecodeMLA(suites.DecodeMLA, suites.UnseenByMLA):
 
 
 class TestDecodeKV(suites.DecodeKV, suites.UnseenByKV):
+    implementation = "xla"
+
+
+class TestMLAWindowsOfBothSides(suites.MLAWindowsOfBothSides):
+    implementation = "xla"
+
+
+class TestKVWindowsOfBothSides(suites.KVWindowsOfBothSides):
     implementation = "xla"
 
 
@@ -112,6 +121,26 @@ def test_choices_are_grouped_by_expert(tokens, count, tile, align):
         assert not found & set(rows[inside])
         found |= set(rows[inside])
     assert len(found) == known.sum()
+
+
+@pytest.mark.parametrize(("window", "ahead"), [(None, 0), (None, None), (None, 2), (9, 0), (9, 20), (30, None)])
+@pytest.mark.parametrize("trailing", [False, True])
+def test_only_chunks_that_some_query_token_sees_are_loaded(window, ahead, trailing):
+    rng, chunk = np.random.default_rng(0), 8
+    for _ in range(20):
+        tokens, lengths = int(rng.integers(1, 6)), rng.integers(0, 70, 3)
+        after = rng.integers(0, lengths + 1) if trailing and ahead != 0 else np.zeros(3, int)
+        more = jnp.asarray(after, jnp.int32) if after.any() else None
+        begins, ends = query_ranges(jnp.asarray(lengths, jnp.int32), tokens, window, ahead, more)
+        positions, key = (lengths - after)[:, None] - tokens + np.arange(tokens), np.arange(70)
+        behind, beyond = 999 if window is None else window - 1, 999 if ahead is None else ahead
+        seen = (key >= positions[..., None] - behind) & (key <= positions[..., None] + beyond)
+        seen &= key < lengths[:, None, None]
+        found = (key >= np.asarray(begins)[..., None]) & (key < np.asarray(ends)[..., None])
+        assert (found == seen).all()
+        first, last = chunks_seen(begins, ends, ends, chunk)
+        chunks = np.flatnonzero(seen.any(axis=(0, 1))) // chunk
+        assert range(int(first), int(last)) == (range(chunks[0], chunks[-1] + 1) if chunks.size else range(0))
 
 
 @pytest.mark.parametrize("cap", [2.0**-126, 1e-9, 0.3, 50.0, 1e7, 2.0**126])

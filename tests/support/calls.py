@@ -136,6 +136,10 @@ def _decode_kv_ragged(n, d):
     return dict(q=d.floats(n.T, n.H, 8).astype(jnp.float8_e4m3fn), cache=d.cache(KV), **d.tables(n), **options)
 
 
+def _decode_kv_windowed(n, d):
+    return {**_decode_kv_ragged(n, d), "window": (2, 1)}
+
+
 def _plan_decode(n, d):
     return dict(cache=d.cache(MLA), **d.tables(n), num_heads=n.H, q_len=n.Q)
 
@@ -283,6 +287,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "decode_mla, with a plan": _decode_mla_planned,
     "decode_kv": _decode_kv,
     "decode_kv, ragged": _decode_kv_ragged,
+    "decode_kv, ragged with a window": _decode_kv_windowed,
     "decode_mla_sparse": _decode_mla_sparse,
     "decode_mla_sparse, of two caches": _decode_mla_sparse_of_two,
     "indexer_logits": _indexer,

@@ -307,8 +307,30 @@ def keys_and_values(entry, latent, rope):
     return keys, keys if entry.format in ROPE_IN_VALUES else latent
 
 
-def attention(q, k, v, scale, *, ends=None, window=None, logit_cap=None, sinks=None):
-    """Softmax attention of q [Q, Hq, D] to k [S, H, D], v [S, H, Dv]; query t sees keys below ends[t].
+def seen(position, length, window=None, *, causal=True):
+    """Which of a request's tokens the query token at `position` sees, bool [length].
+
+    `window` and `causal` are those of `decode_mla`.
+    """
+    key = np.arange(length)
+    found = key <= position if causal else np.ones(length, bool)
+    if isinstance(window, tuple):
+        left, right = window
+        found &= (key >= position - left) | (left == -1)
+        found &= (key <= position + right) | (right == -1)
+    elif window is not None:
+        found &= key > position - window
+    return found
+
+
+def seen_by_last(length, count, window=None, *, causal=True):
+    """Which of a request's tokens its last `count` tokens see, bool [count, length]; see `seen`."""
+    rows = [seen(length - count + t, length, window, causal=causal) for t in range(count)]
+    return np.reshape(rows, (count, length)).astype(bool)
+
+
+def attention(q, k, v, scale, *, seen=None, logit_cap=None, sinks=None):
+    """Softmax attention of q [Q, Hq, D] to k [S, H, D], v [S, H, Dv]; query t sees the keys `seen`[t], bool [Q, S].
 
     Returns out [Q, Hq, Dv] and lse [Q, Hq]; 0 and -inf where no key is seen.
     """
@@ -316,17 +338,16 @@ def attention(q, k, v, scale, *, ends=None, window=None, logit_cap=None, sinks=N
     group = heads // k.shape[1] if k.shape[1] else 1
     out, lse = np.zeros((tokens, heads, v.shape[-1])), np.full((tokens, heads), -np.inf)
     for t in range(tokens):
-        end = k.shape[0] if ends is None else min(max(ends[t], 0), k.shape[0])
-        begin = 0 if window is None else max(end - window, 0)
-        if end <= begin:
+        keys = slice(None) if seen is None else seen[t]
+        if not k[keys].size:
             continue
         for h in range(heads):
-            s = k[begin:end, h // group] @ q[t, h].astype(np.float64) * scale
+            s = k[keys, h // group] @ q[t, h].astype(np.float64) * scale
             s = s if logit_cap is None else logit_cap * np.tanh(s / logit_cap)
             top = s.max()
             p = np.exp(s - top)
             lse[t, h] = top + np.log(p.sum())
-            out[t, h] = p @ v[begin:end, h // group] / p.sum()
+            out[t, h] = p @ v[keys, h // group] / p.sum()
             if sinks is not None:
                 out[t, h] /= 1 + np.exp(np.float64(sinks[h]) - lse[t, h])
     return out, lse

@@ -340,6 +340,9 @@ def test_draws_are_of_every_kind():
     assert any(layout.strides.part for layout in layouts), "keys and values in planes of their own"
     extras = {name for case in drawn for name in case.extras}
     assert {"cos_sin", "extra", "sinks", "cu_q_lens", "queries in e4m3"} <= extras
+    options = [dict(case.options) for case in drawn]
+    windows = {(type(x["window"]), x["causal"]) for x in options if {"window", "causal"} <= x.keys()}
+    assert {(int, True), (tuple, True), (tuple, False)} <= windows
     assert {(512, 0), (64, 64), (64, 0)} <= {layout.entry.sizes for layout in layouts}
     seconds = [
         (case.layout.entry.format, dict(case.options)["extra"].entry.format) for case in drawn if "extra" in case.extras

@@ -205,9 +205,9 @@ def seen_by_dense(case, draw, parts, queries):
     for request, (first, last) in enumerate(itertools.pairwise(edges)):
         for token in range(last - first):
             length = int(np.clip(lengths[request], 0, case.columns * case.layout.block_size))
-            end = max(length - (last - first) + 1 + token, 0) if options["causal"] else length
-            begin = 0 if options["window"] is None else max(end - options["window"], 0)
-            slots = slots_of(case, tables[request], np.arange(begin, end))
+            position = length - (last - first) + token
+            seen = oracle.seen(position, length, options["window"], causal=options["causal"])
+            slots = slots_of(case, tables[request], np.flatnonzero(seen))
             ragged = "cu_q_lens" in draw.keywords
             yield (first + token,) if ragged else (request, token), read(case.layout.entry, parts, slots)
 

@@ -110,6 +110,10 @@ jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, implementa
 jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, implementation=["triton", "pallas"])
 # argument: a window of a float number of tokens
 jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=4096.0)
+# argument: a window of three limits
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=(64, 64, 64))
+# argument: a window without a left limit, which is -1
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, window=(None, 64))
 # argument: block tables as lists
 jaxkv.decode_kv(q_kv, kv_cache, [[0, 1], [2, 3]], lengths, layer=0, scale=0.1)
 # argument: a schedule instead of a plan

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode
+from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode, later_token_reasons
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.scores import too_large
@@ -125,6 +125,7 @@ def unsupported_reasons(call: DecodeMLA) -> Iterator[str]:
     """Reasons against a call of `decode_mla`."""
     yield from empty_reasons(q_latent=call.q_latent, block_tables=call.block_tables)
     yield from entry_reasons(call.entry)
+    yield from later_token_reasons(call)
     yield from too_large(call.logit_cap)
 
 
@@ -186,8 +187,10 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
         seq_lens=lengths,
         scale=call.scale,
         plan=plan,
+        trailing=None,
         logit_cap=call.logit_cap,
         window=None,
+        ahead=0,
         q_latent=call.q_latent.reshape(requests, 1, heads, -1),
         q_pe=call.q_pe.reshape(requests, 1, heads, -1),
         kv_scale=call.kv_scale,

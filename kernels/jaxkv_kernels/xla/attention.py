@@ -57,9 +57,9 @@ def _attend_pages(
     lengths = lengths_in_table(call.seq_lens, call.block_tables, pages.block_size)
     _, tokens, heads, _ = queries[0].shape
 
-    def attend_requests(block_tables, lengths, *queries):
+    def attend_requests(block_tables, lengths, trailing, *queries):
         q = grouped(*queries)
-        begins, ends = query_ranges(lengths, tokens, call.window)
+        begins, ends = query_ranges(lengths, tokens, call.window, call.ahead, trailing)
 
         def load(i):
             positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
@@ -68,7 +68,8 @@ def _attend_pages(
             seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
             return keys, values, seen
 
-        first, last = chunks_seen(begins, ends, lengths, chunk)
+        # Under a causal mask, the last query token of a request sees all its tokens.
+        first, last = chunks_seen(begins, ends, lengths if call.ahead == 0 else ends, chunk)
         out, lse = attend(
             q,
             load,
@@ -85,7 +86,7 @@ def _attend_pages(
 
     dtype = jax.eval_shape(grouped, *queries).dtype
     needed = bytes_per_request(chunk, width, tokens * heads, dtype)
-    return in_parts(attend_requests, call.block_tables, lengths, *queries, bytes_per_request=needed)
+    return in_parts(attend_requests, call.block_tables, lengths, call.trailing, *queries, bytes_per_request=needed)
 
 
 @jax.jit

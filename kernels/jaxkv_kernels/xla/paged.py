@@ -16,16 +16,16 @@ PART_BYTES = 2**28
 is several times as much as their queries and results.  A single request may need more."""
 
 
-def in_parts(function: Callable[..., Any], *arrays: jax.Array, bytes_per_request: int) -> Any:
+def in_parts(function: Callable[..., Any], *arrays: jax.Array | None, bytes_per_request: int) -> Any:
     """`function(*arrays)`, computed for as many requests at a time as `PART_BYTES` allow, at least one.
 
     Args:
       function: a function whose arguments and results are arrays with a leading axis of requests.  The result of a
         request must not depend on the others.
-      *arrays: its arguments.
+      *arrays: its arguments.  None, for an array that there is not, is passed as it is.
       bytes_per_request: its temporary memory.
     """
-    requests = arrays[0].shape[0]
+    requests = jax.tree.leaves(arrays)[0].shape[0]
     size = max(PART_BYTES // bytes_per_request, 1)
     if size >= requests:
         return function(*arrays)
@@ -33,7 +33,7 @@ def in_parts(function: Callable[..., Any], *arrays: jax.Array, bytes_per_request
     size = -(-requests // parts)
 
     def one(first):
-        return function(*(lax.dynamic_slice_in_dim(x, first, size) for x in arrays))
+        return function(*jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, first, size), arrays))
 
     # The last part has the full size: it starts earlier, and its first `overlap` requests are computed twice.
     overlap = parts * size - requests
@@ -77,17 +77,30 @@ def query_ends(lengths: jax.Array, tokens: int) -> jax.Array:
     return lengths[:, None] - (tokens - 1) + jnp.arange(tokens, dtype=jnp.int32)[None]
 
 
-def query_ranges(lengths: jax.Array, tokens: int, window: int | None) -> tuple[jax.Array, jax.Array]:
-    """The first key [B, tokens] that each of a request's last `tokens` tokens sees, and the end (`query_ends`)."""
-    ends = query_ends(lengths, tokens)
-    return (jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)), ends
+def query_ranges(
+    lengths: jax.Array, tokens: int, window: int | None, ahead: int | None = 0, trailing: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The first key [B, tokens] that each of a request's `tokens` query tokens sees, and the end of those.
+
+    `lengths` [B] must be clamped by `lengths_in_table`.  `window`, `ahead` and `trailing` are those of `DecodeCall`.
+    """
+    ends = query_ends(lengths if trailing is None else lengths - trailing, tokens)
+    begins = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
+    if ahead is None:
+        ends = jnp.broadcast_to(lengths[:, None], ends.shape)
+    elif ahead:
+        ends = jnp.minimum(ends, lengths[:, None] - ahead) + ahead  # in this order, no sum overflows
+    return begins, ends
 
 
-def chunks_seen(begins: jax.Array, ends: jax.Array, lengths: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
-    """The first chunk that some query token sees, and the end of those."""
+def chunks_seen(begins: jax.Array, ends: jax.Array, last_ends: jax.Array, chunk: int) -> tuple[jax.Array, jax.Array]:
+    """The first chunk that some query token sees, and the end of those.
+
+    `last_ends` are the ends of all query tokens, or only of the last ones of their requests, which are the largest.
+    """
     # Requests without tokens must not cause the loop to begin at chunk 0.
     first = jnp.where(ends > 0, begins, jnp.iinfo(jnp.int32).max).min() // chunk
-    return first, -(-lengths.max() // chunk)
+    return first, -(-last_ends.max() // chunk)
 
 
 def chunk_slots(block_tables: jax.Array, i, *, chunk: int, block_size: int) -> tuple[jax.Array, jax.Array]:

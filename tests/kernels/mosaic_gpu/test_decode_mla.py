@@ -273,8 +273,8 @@ def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
         shape((), jnp.float32) if form == "fp8" else None,
     )
     names = ("q_latent", "q_pe", "buffer", "block_tables", "seq_lens", "layer", "scale", "kv_scale")
-    options = {"pages": layout.pages, "entry": entry, "logit_cap": cap, "window": window, "plan": None}
-    decode = kernels.called(MosaicGPU(), "decode_mla", names, **options)
+    options = {"pages": layout.pages, "entry": entry, "logit_cap": cap, "window": window, "ahead": 0}
+    decode = kernels.called(MosaicGPU(), "decode_mla", names, plan=None, trailing=None, **options)
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)

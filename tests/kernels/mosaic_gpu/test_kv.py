@@ -231,9 +231,9 @@ def assert_lowers(form, name, case):
         shape((), jnp.float32),
         *((shape((), jnp.float32), shape((heads,), jnp.float32)) if entry.codec.scaled else (None, None)),
     )
-    options = {"pages": layout.pages, "entry": entry, "logit_cap": None, "window": None, **keywords}
+    options = {"pages": layout.pages, "entry": entry, "logit_cap": None, "window": None, "ahead": 0, **keywords}
     names = ("q", "buffer", "block_tables", "seq_lens", "layer", "scale", "k_scale", "v_scale")
-    decode = kernels.called(MosaicGPU(), "decode_kv", names, plan=None, **options)
+    decode = kernels.called(MosaicGPU(), "decode_kv", names, plan=None, trailing=None, **options)
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)

@@ -149,7 +149,8 @@ def test_partitions_of_requests_fill_the_gpu(entry, kv_heads, heads, requests, c
         "block_tables": shape((requests, 12), jnp.int32),
         "seq_lens": shape((requests,), jnp.int32),
     }
-    options = {"heads": heads, "q_len": 1, "window": None, "dtype": entry.input_dtype, "batch_invariant": False}
+    options = {"heads": heads, "q_len": 1, "window": None, "ahead": 0, "batch_invariant": False}
+    options["dtype"] = entry.input_dtype
 
     def plan_decode(arrays):
         return kernels.run(MosaicGPU(), "plan_decode", **arrays, **options, pages=layout.pages, entry=entry)

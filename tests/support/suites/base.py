@@ -56,11 +56,6 @@ def without_signs(scene):
     return replace(scene, entries=entries)
 
 
-def last_tokens(length, count):
-    """How many tokens each of the last `count` tokens of a request sees, the mask being causal."""
-    return length - count + 1 + np.arange(count)
-
-
 def check_ragged(found, right, edges, roundings):
     """Compares out and lse [T, ...] with lists of those of each request, whose tokens lie between `edges`."""
     tolerances = (roundings, 1), (64, 4)

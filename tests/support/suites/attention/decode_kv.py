@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.cases import each_value, on_layouts
+from support.cases import each_value, further, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import (
     CLAMPED,
@@ -20,7 +20,6 @@ from support.suites.base import (
     dtype_of,
     formats,
     full_tables,
-    last_tokens,
     layout_of,
     with_unused_requests,
     without_signs,
@@ -28,7 +27,19 @@ from support.suites.base import (
 
 SCALE = 0.3
 
+BOTH_SIDES = (64, 64), (3, 2), (127, -1), (-1, 127), (-1, 2), (0, 0)
+"""Windows (left, right)."""
+TOKENS = 70, 5, 2, 1
+"""Query tokens per request."""
+OPTIONS = None, "sinks", "logit_cap"
+
 every_format = pytest.mark.parametrize("form", jaxkv.KVEntry.formats)
+
+
+def options_of(name, heads):
+    """The option of attention of that name, of `OPTIONS`."""
+    values = {"sinks": jnp.linspace(-2.0, 3.0, heads), "logit_cap": 2.0}
+    return {} if name is None else {name: values[name]}
 
 
 class DecodeKVChecks(Suite):
@@ -53,13 +64,13 @@ class DecodeKVChecks(Suite):
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_kv, q, cache, tables, lengths, layer=layer, **keywords)
 
-    def truth(self, q, scene, scale=SCALE, *, causal=True, **keywords):
+    def truth(self, q, scene, scale=SCALE, *, causal=True, window=None, **keywords):
         """out and lse in float64, of each request, for queries [B, Q, ...] or a list of B arrays [Q, ...]."""
         found = []
         for request, length in enumerate(scene.lengths):
             wide = np.asarray(q[request].astype(jnp.float32), np.float64)
-            ends = last_tokens(length, len(wide)) if causal else None
-            found.append(oracle.attention(wide, *scene.parts(request), scale, ends=ends, **keywords))
+            seen = oracle.seen_by_last(length, len(wide), window, causal=causal)
+            found.append(oracle.attention(wide, *scene.parts(request), scale, seen=seen, **keywords))
         return tuple(zip(*found, strict=True))
 
     def check(self, q, cache, scene, layer, scale=SCALE, **keywords):
@@ -322,6 +333,86 @@ class DecodeKV(DecodeKVChecks):
         each = self.decode(q, cache, scene, 0, k_scale=jnp.full(2, 0.02), v_scale=jnp.full(2, 0.03))
         for a, b in zip(one, each, strict=True):
             assert_same_bits(a, b)
+
+
+class KVWindowsOfBothSides(DecodeKVChecks):
+    """`decode_kv(..., window=(left, right))`."""
+
+    @each_value(("window", "tokens", "options"), BOTH_SIDES, TOKENS, OPTIONS, default=4)
+    def test_without_a_causal_mask(self, window, tokens, options):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        q = self.query(entry, len(scene.lengths), tokens, 6)
+        self.check(q, cache, scene, 1, window=window, causal=False, **options_of(options, 6))
+
+    @each_value(("window", "options"), BOTH_SIDES, OPTIONS, default=2)
+    def test_ragged_query_tokens(self, window, options):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        edges = np.cumsum([0, 0, 3, 7, 1, 65, 70])  # also more tokens than a request has
+        q = self.query(entry, 1, edges[-1] + 3, 6)[0]  # with three tokens of no request
+        keywords = {"window": window, "causal": False, **options_of(options, 6)}
+        sums, requests = jnp.asarray(edges), (jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32))
+        found = self.decode(q, cache, scene, 1, cu_q_lens=sums, **keywords)
+        rows = [q[a:b] for a, b in itertools.pairwise(edges)]
+        check_ragged(found, self.truth(rows, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
+        ragged = {"window": window, "causal": False, "cu_q_lens": sums, "total": len(q)}
+        plan = self.run(jaxkv.plan_decode, cache, *requests, num_heads=6, dtype=q.dtype, **ragged)
+        planned = self.decode(q, cache, scene, 1, cu_q_lens=sums, plan=plan, **keywords)
+        for a, b in zip(planned, found, strict=True):
+            assert_same_bits(a, b)
+
+    @pytest.mark.parametrize(
+        ("window", "same"), [((63, -1), 64), ((49, 7), 50), further((-1, 3), None), further((0, 0), 1)]
+    )
+    def test_with_a_causal_mask_they_are_those_of_one_side(self, window, same):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        q = self.query(entry, len(scene.lengths), 3, 6)
+        right = self.check(q, cache, scene, 1, window=same)
+        for a, b in zip(self.decode(q, cache, scene, 1, window=window), right, strict=True):
+            assert_same_bits(a, b)
+
+    def test_limits_of_any_size(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        q = self.query(entry, len(scene.lengths), 3, 6)
+        for window in (2**40, 1), (1, 2**40), (2**31 - 2, 2**31 - 2), (2**31, 2**31):
+            self.check(q, cache, scene, 1, window=window, causal=False)
+        edges = np.arange(len(scene.lengths) + 1) * 3
+        for window in (2**31 - 2, 1), (1, 2**31 - 2), (1, 2**31 - 1), (2**40, 2**40):
+            keywords = {"window": window, "causal": False}
+            found = self.decode(q.reshape(-1, *q.shape[2:]), cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
+            check_ragged(found, self.truth(q, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
+
+    def test_tokens_outside_the_window_do_not_matter(self):
+        entry = self.entry()
+        scene, layout = scenes.scene(entry, num_heads=2, lengths=(130, 70)), layout_of("BLNHC", entry, num_heads=2)
+        q, keywords = self.query(entry, 2, 4, 4), {"window": (20, 1), "causal": False}
+        right = self.decode(q, scene.cache(layout, 1), scene, 1, **keywords)
+        # Of tokens 126 to 129: no window includes 105, only the first one's 106, and the last two's 129.
+        broken = scene.holding(np.nan, 0, 105).holding(np.nan, 0, 106).holding(np.nan, 0, 129)
+        for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1, **keywords), right, strict=True):
+            assert_same_bits(a[0, 1], b[0, 1])
+            assert_same_bits(a[1], b[1])
+            assert np.isnan(np.asarray(a[0, [0, 2, 3]], np.float32)).all()
+
+    def test_plans_are_for_one_window(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache, q = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, len(scene.lengths), 3, 6)
+        requests = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        plan = self.run(jaxkv.plan_decode, cache, *requests, num_heads=6, q_len=3, window=(20, 1), causal=False)
+        right = self.decode(q, cache, scene, 1, window=(20, 1), causal=False)
+        planned = self.decode(q, cache, scene, 1, window=(20, 1), causal=False, plan=plan)
+        for a, b in zip(planned, right, strict=True):
+            assert_same_bits(a, b)
+        with pytest.raises(ValueError, match=r"`plan` was made for .*ahead=1.*: expected one for .*ahead=0"):
+            self.decode(q, cache, scene, 1, window=(20, 1), plan=plan)
 
 
 class UnseenByKV(DecodeKVChecks):

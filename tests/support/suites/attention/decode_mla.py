@@ -11,6 +11,7 @@ import jaxkv
 from support import oracle, scenes
 from support.cases import each_value, on_layouts
 from support.compare import EPSILON, assert_close, assert_same_bits
+from support.suites.attention.decode_kv import BOTH_SIDES, OPTIONS, TOKENS, options_of
 from support.suites.base import (
     CLAMPED,
     OUTSIDE,
@@ -18,7 +19,6 @@ from support.suites.base import (
     check_ragged,
     dtype_of,
     full_tables,
-    last_tokens,
     layout_of,
     without_signs,
 )
@@ -79,16 +79,16 @@ class DecodeMLAChecks(Suite):
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_mla, *q, cache, tables, lengths, layer=layer, **keywords)
 
-    def truth(self, q, scene, scale=SCALE, *, causal=True, **keywords):
+    def truth(self, q, scene, scale=SCALE, *, causal=True, window=None, **keywords):
         """out and lse in float64; `q` holds arrays [B, Q, ...], or lists of B arrays [Q, ...]."""
         q_latent, q_pe = ([np.asarray(x.astype(jnp.float32), np.float64) for x in part] for part in q)
         found = []
         for request, length in enumerate(scene.lengths):
             latent, rope = scene.parts(request)
-            ends = last_tokens(length, len(q_latent[request])) if causal else None
+            seen = oracle.seen_by_last(length, len(q_latent[request]), window, causal=causal)
             joined = np.concatenate([q_latent[request], q_pe[request]], axis=-1)
             keys_and_values = oracle.keys_and_values(scene.entry, latent, rope)
-            found.append(oracle.attention(joined, *keys_and_values, scale, ends=ends, **keywords))
+            found.append(oracle.attention(joined, *keys_and_values, scale, seen=seen, **keywords))
         return tuple(zip(*found, strict=True))
 
     def check(self, q, cache, scene, layer, **keywords):
@@ -394,6 +394,37 @@ class DecodeMLA(DecodeMLAChecks):
             out, _ = self.decode(q, scene.cache(layout, 2), scene, 2)
             right, _ = self.truth(q, scene)
             assert_close(out, right, roundings=4, magnitude=1)
+
+
+class MLAWindowsOfBothSides(DecodeMLAChecks):
+    """`decode_mla(..., window=(left, right))`."""
+
+    @each_value(("window", "tokens", "options"), BOTH_SIDES, TOKENS, OPTIONS, default=2)
+    def test_without_a_causal_mask(self, window, tokens, options):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        cache, q = scene.cache(layout_of("BLNHC", entry), 1), queries(entry, len(scene.lengths), tokens, self.heads)
+        self.check(q, cache, scene, 1, window=window, causal=False, **options_of(options, self.heads))
+
+    @each_value(("window", "options"), BOTH_SIDES, OPTIONS, default=1)
+    def test_ragged_query_tokens(self, window, options):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        cache, edges = scene.cache(layout_of("BLNHC", entry), 1), np.cumsum([0, 0, 3, 7, 1, 65, 70])
+        q = [x[0] for x in queries(entry, 1, edges[-1] + 3, self.heads)]  # with three tokens of no request
+        keywords = {"window": window, "causal": False, **options_of(options, self.heads)}
+        found = self.decode(q, cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
+        rows = [[x[a:b] for a, b in itertools.pairwise(edges)] for x in q]
+        check_ragged(found, self.truth(rows, scene, **keywords), edges, roundings_of(found[0]))
+
+    def test_without_a_token_axis(self):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        cache, q = scene.cache(layout_of("BLNHC", entry), 1), queries(entry, len(scene.lengths), 1, self.heads)
+        right = self.check(q, cache, scene, 1, window=20)
+        found = self.decode([x[:, 0] for x in q], cache, scene, 1, window=(19, 5), causal=False)
+        for a, b in zip(found, right, strict=True):
+            assert_same_bits(a, b[:, 0])
 
 
 class UnseenByMLA(DecodeMLAChecks):
