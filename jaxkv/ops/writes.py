@@ -113,10 +113,9 @@ def write_kv(
     k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
     v_scale = entry_scale("v_scale", v_scale, cache, heads=True)
     slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
-    if cos_sin is not None:
-        k = computed(partial(_rotated_heads, interleaved=interleaved), k, cos_sin)
+    keys = k if cos_sin is None else computed(partial(_rotated_heads, interleaved=interleaved), k, cos_sin)
     call = calls.WriteKV(
-        **entries_of(cache), k=k, v=v, slot_mapping=slots, layer=layer, k_scale=k_scale, v_scale=v_scale
+        **entries_of(cache), k=keys, v=v, slot_mapping=slots, layer=layer, k_scale=k_scale, v_scale=v_scale
     )
     return KVCache(run(call, implementation), cache.layout)
 
