@@ -118,6 +118,7 @@ def test_models_with_several_tables(family, capsys, monkeypatch):
     assert "saturation: " in capsys.readouterr().out
 
 
+@pytest.mark.ci
 def test_requests_that_never_saturate_the_engine_are_rejected(monkeypatch):
     monkeypatch.setattr(step, "LEAST_SECONDS", 0.01)
     # The third request starts when the first two have ended, which is the last time that one waits.

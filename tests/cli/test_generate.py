@@ -99,6 +99,7 @@ def of_words():
     return tokenizer
 
 
+@pytest.mark.ci
 def test_text_goes_in_and_comes_out(with_tokenizer, capsys):
     """The whole prompt, and nothing else; the continuation goes on where it ends, with a space."""
     folder, _ = with_tokenizer

@@ -102,6 +102,7 @@ def test_replicas_serve_the_recorded_prompts(family):
     serve(served, family, count=8)
 
 
+@pytest.mark.ci
 def test_replicas():
     served = serving.Replicas(
         load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
@@ -286,6 +287,7 @@ class TestTransferBlocks:
         found = self.decoding(tensor(2), models.TensorParallel(others, "y"), "llama")
         assert found == self.right("llama")
 
+    @pytest.mark.ci
     def test_context_parallel(self):
         others = mesh_of(2, first=6, axis="y")
         assert self.decoding(context(2, 16), models.ContextParallel(others, "y", 16)) == self.right()

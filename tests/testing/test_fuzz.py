@@ -259,6 +259,7 @@ def test_an_implementation_that_takes_nothing_ends_with_its_reasons(broken, caps
     assert "has no kernel for decode_kv" in shown
 
 
+@pytest.mark.ci
 def test_the_command(capsys):
     assert main(["verify", "--calls", "8", "--seed", "11"]) == 0
     shown = capsys.readouterr().out

@@ -183,6 +183,7 @@ class TestInterpretedExtraSlots(Mosaic, suites.ExtraSlotsChecks):
 
     exact = "fp8_v4"
 
+    @pytest.mark.ci
     def test_two_row_tiles_sinks_counts_and_splits(self):
         first, second = self.pair(sizes=(70, 300), tokens=1, block_sizes=(64, 2), layouts=("BLNHC", "packed, bfloat16"))
         most = 2**31 - 1  # counts above the number of slots are clamped

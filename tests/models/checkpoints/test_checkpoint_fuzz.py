@@ -355,6 +355,7 @@ def check_refused(folder, expected):
     command_refuses("generate", folder, "--model", str(folder), "--ids", "1")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("spoil", SPOILT)
 def test_spoilt_weights(spoil, tmp_path):
     for seed in range(15):
