@@ -130,6 +130,7 @@ def test_calibration_changes_the_scales_only():
     assert models.fingerprint(calibrated) == models.fingerprint(models.calibrate(model, [[1, 2, 3]]))
 
 
+@pytest.mark.ci
 def test_the_layer_of_multi_token_prediction_has_a_scale(tmp_path):
     folder, weights = with_mtp(tmp_path)
     name = ATTENTION.format(3) + "kv_a_layernorm.weight"

@@ -9,7 +9,6 @@ import pytest
 from jaxkv import models
 from jaxkv.models.weights.safetensors_file import SafetensorsFile
 from models.checkpoints.fp8 import RECORDED, larger, logits, recorded
-from support.cases import further
 from support.many_devices import mesh_of, on_several_devices
 
 pytestmark = on_several_devices
@@ -21,7 +20,8 @@ def folders(tmp_path_factory):
     return larger(tmp_path_factory.mktemp("larger"))
 
 
-@pytest.mark.parametrize("kind", [further("TensorParallel"), "ExpertParallel"])
+@pytest.mark.ci
+@pytest.mark.parametrize("kind", ["TensorParallel", "ExpertParallel"])
 def test_float8_weights_are_divided_with_their_scales(folders, kind):
     small, whole = folders
     parallel = getattr(models, kind)(mesh_of(2), "x")

@@ -18,6 +18,7 @@ SIZES = {"num_blocks": 8, "max_requests": 2, "chunk": 16}
 RUNS, STEPS, REQUESTS = 5, 100, 8
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("engine", [serving.Engine, serving.SpeculativeEngine])
 def test_engines_compile_with_the_options_of_the_model(engine, monkeypatch):
     values = json.loads((FOLDER / "deepseek_v3" / "config.json").read_text())

@@ -230,6 +230,7 @@ def seen_by_sparse(case, draw, parts, queries):
         yield place, [np.concatenate(arrays) for arrays in zip(*found, strict=True)]
 
 
+@pytest.mark.ci
 @drawn_for("decode_kv", "decode_mla")
 def test_prefill(operation, seed):
     """`prefill_kv` and `prefill_mla` of the calls of dense attention, in blocks that the cache has."""
