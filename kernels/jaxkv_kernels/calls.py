@@ -186,6 +186,10 @@ class GatherEntries(GatherCall[jax.Array, Entry]):
 
     operation = "gather_entries"
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return ()
+
     def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.gather_entries(self)
 

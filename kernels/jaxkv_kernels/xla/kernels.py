@@ -55,7 +55,7 @@ class XLA(Kernels):
     def gather_indexer_k(self, call: calls.GatherIndexerK) -> jax.Array:
         return entries.gather_indexer_k(call)
 
-    @supports({**_MLA, **_KV, **_INDEXER})
+    @supports()
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return entries.gather_entries(call)
 

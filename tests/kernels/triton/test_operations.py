@@ -13,6 +13,7 @@ from jaxkv.cli import doctor
 from jaxkv.support import sample_calls
 from jaxkv.testing import families
 from jaxkv.testing.case import Case
+from jaxkv_kernels.calls import PlanDecode, PrefillCall, ReadCall
 from jaxkv_kernels.hot_rows import HotMap
 from jaxkv_kernels.triton import available
 from jaxkv_kernels.triton.kernels import Triton
@@ -31,11 +32,9 @@ def taken():
     """
     seen = set()
     for operation, (form, args, kwargs) in sample_calls():
-        # Plans are plain JAX, whose result is for kernels; prefills and reads launch the kernels of gathers.
-        if operation.name in ("plan_decode", "prefill_mla", "prefill_kv", "read_mla", "read_kv", "read_indexer_k"):
-            continue
         call = operation.call(*args, **kwargs)
-        if Triton().unsupported_reasons(call):
+        # Plans are plain JAX, whose result is for kernels; prefills and reads launch the kernels of gathers.
+        if isinstance(call, PlanDecode | PrefillCall | ReadCall) or Triton().unsupported_reasons(call):
             continue
         same = (operation.name, getattr(call, "pages", None), *(str(x) for x in jax.tree.leaves(call)))
         if Triton.support(operation.name).entries or same not in seen:
@@ -60,7 +59,7 @@ def test_compiles_within_the_gpus_limits(sample, capability):
     [
         name
         for name in families.OPERATIONS
-        if Triton.support(name) and name not in ("plan_decode", "prefill_mla", "prefill_kv")
+        if Triton.support(name) and not issubclass(kernels.RECORDS[name], PlanDecode | PrefillCall)
     ],
 )
 def test_a_random_call_that_is_taken_compiles(operation, number, monkeypatch):
