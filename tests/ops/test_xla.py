@@ -43,6 +43,14 @@ class TestKVWindowsOfBothSides(suites.KVWindowsOfBothSides):
     implementation = "xla"
 
 
+class TestMLACombinations(suites.MLACombinations):
+    implementation = "xla"
+
+
+class TestKVCombinations(suites.KVCombinations):
+    implementation = "xla"
+
+
 class TestDecodeMLASparse(suites.DecodeMLASparse):
     implementation = "xla"
 

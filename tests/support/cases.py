@@ -61,8 +61,13 @@ def further(*values):
     return pytest.param(*values, marks=pytest.mark.ci)
 
 
-def each_value(names, *axes, default=None):
-    """Parametrises `names` with the product of the axes: cases that have every value of every axis, the others slow.
+def each_value(names, *axes, default=None, valid=lambda *values: True):
+    """Parametrises `names` with `combinations`."""
+    return pytest.mark.parametrize(names, combinations(*axes, default=default, valid=valid))
+
+
+def combinations(*axes, default=None, valid=lambda *values: True):
+    """The product of the axes, as far as it is `valid`: cases that have every value of every axis, the others `slow`.
 
     With `default`, so many of these run by default, and the others are `further`.
     """
@@ -71,6 +76,7 @@ def each_value(names, *axes, default=None):
     cases = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
         values = [axis[i] for axis, i in zip(axes, places, strict=True)]
-        case = pytest.param if places in chosen[:default] else further if places in chosen else slow
-        cases.append(case(*values))
-    return pytest.mark.parametrize(names, cases)
+        if valid(*values):
+            case = pytest.param if places in chosen[:default] else further if places in chosen else slow
+            cases.append(case(*values))
+    return cases

@@ -7,6 +7,8 @@ class TestWrites(suites.Writes):
 """
 
 from support import scenes as scenes
+from support.suites.attention.combinations import KVCombinations as KVCombinations
+from support.suites.attention.combinations import MLACombinations as MLACombinations
 from support.suites.attention.decode_kv import DecodeKV as DecodeKV
 from support.suites.attention.decode_kv import DecodeKVChecks as DecodeKVChecks
 from support.suites.attention.decode_kv import KVWindowsOfBothSides as KVWindowsOfBothSides
