@@ -23,6 +23,7 @@ from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.triton.arithmetic import dot, rounded
 from jaxkv_kernels.triton.codecs import (
     E2M1_TILE,
+    computed_once,
     e2m1_unit,
     from_quarters,
     halves,
@@ -34,6 +35,7 @@ from jaxkv_kernels.triton.codecs import (
     widened,
 )
 from jaxkv_kernels.triton.language import tl, triton
+from jaxkv_kernels.triton.tiled import TiledEntry, load_part
 from jaxkv_kernels.triton.tiles import load_pieces, slots_of, token_address
 
 
@@ -120,8 +122,8 @@ def empty_reasons(**arrays: jax.Array) -> Iterator[str]:
 class EntryLoads:
     """How a kernel loads entries; a compile-time constant of the kernel.
 
-    With `latents`, an entry is a latent and a rotary key: keys are both parts, and values are the latents.  Otherwise,
-    an entry is a key and a value.
+    With `latents`, an entry is a latent and a rotary key: keys are both parts, and values are the latents or, with
+    `rope_in_values`, both parts.  Otherwise, an entry is a key and a value.
 
     `_attend_kv` of `gqa.py` supports all values of `ways`, `unit` and `per_token`.  `_attend_latents` of `mla.py`
     supports only `ways` 1, or 2 with the caller's `kv_scale`, and neither a `unit` other than 1 nor `per_token`.
@@ -146,6 +148,10 @@ class EntryLoads:
     """Whether all sizes and strides are even numbers of bytes."""
     second_at: int = 0
     """Bytes from the start of a plain or e4m3 entry to its value, which may lie apart."""
+    tiled: TiledEntry | None = None
+    """The byte map, of formats whose values have scales by tile; None for `fp8_ds_mla`, `int8` and `nvfp4`."""
+    rope_in_values: bool = False
+    """Whether values are whole entries: the latents, then the rotary keys."""
 
     @property
     def loads(self) -> int:
@@ -172,7 +178,12 @@ class EntryLoads:
     @property
     def value_tiles(self) -> int:
         """The number of tiles that hold the values."""
-        return self.ways * (self.loads if self.latents else 1)
+        return self.ways * (self.loads if self.latents else 1) + self.rope_in_values
+
+    @property
+    def split(self) -> bool:
+        """Whether the scales of entries lie apart from their values, in split pages."""
+        return self.tiled is not None and self.tiled.scales != self.tiled.values
 
     @property
     def value_columns(self) -> int:
@@ -205,8 +216,10 @@ def join_columns(x, WAYS: tl.constexpr):
 
 
 @triton.jit
-def load_keys_and_values(entry, known, LOADS: tl.constexpr):
+def load_keys_and_values(entry, scales, known, LOADS: tl.constexpr):
     """Tiles [n, columns] of the keys and of the values of the entries at byte pointers `entry` [n]; 0 if not `known`.
+
+    `scales` [n] are the byte pointers from which scales are found: those of the entries, unless pages are split.
 
     Values of `fp8` and `int8` are returned as stored, others multiplied by their own scales.  The third result has the
     scales [n] of keys and of values if they are `per_token`, otherwise nothing.
@@ -216,9 +229,12 @@ def load_keys_and_values(entry, known, LOADS: tl.constexpr):
         NUM_LOADS: tl.constexpr = LOADS.loads
         values = ()
         for i in tl.static_range(NUM_LOADS):
-            values += _latent_tile(entry, known, i * LOADS.first_columns, LOADS)
+            values += _latent_tile(entry, scales, known, i * LOADS.first_columns, LOADS)
         # The rotary keys come first: their product is the first term of the scores.
-        keys = _rope_tile(entry, known, LOADS) + values
+        rope = _rope_tile(entry, scales, known, LOADS)
+        keys = rope + values
+        if LOADS.rope_in_values:
+            values += rope
     elif LOADS.format == "nvfp4":
         SCALES: tl.constexpr = (LOADS.first + LOADS.second) // 2
         keys = load_e2m1(
@@ -243,7 +259,7 @@ def load_keys_and_values(entry, known, LOADS: tl.constexpr):
 
 
 @triton.jit
-def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
+def _latent_tile(entry, scales, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
     """The values of latents from FIRST on: one tile, or two if `LOADS.ways` is 2."""
     left: tl.constexpr = LOADS.first - FIRST
     COLUMNS: tl.constexpr = LOADS.first_columns
@@ -253,6 +269,8 @@ def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
         scale = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], SCALE_TILE))
         scale = tl.reshape(scale, (scale.shape[0], COLUMNS))
         found = (widened(load_pieces(entry + FIRST, known, left, COLUMNS), scale, LOADS.dtype, LOADS.native),)
+    elif LOADS.tiled is not None:
+        found = (_tiled_tile(entry, scales, known, 0, FIRST, COLUMNS, LOADS),)
     elif LOADS.ways == 2:
         found = halves(load_pairs(entry + FIRST, known, left, COLUMNS, LOADS.even), LOADS.dtype, LOADS.native)
     else:
@@ -261,18 +279,30 @@ def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
 
 
 @triton.jit
-def _rope_tile(entry, known, LOADS: tl.constexpr):
+def _rope_tile(entry, scales, known, LOADS: tl.constexpr):
     """The rotary keys: one tile, or two if `LOADS.ways` is 2."""
     COLUMNS: tl.constexpr = LOADS.second_columns
     if LOADS.format == "fp8_ds_mla":
         ropes = (entry + LOADS.first + 4 * (LOADS.first // SCALE_TILE)).to(tl.pointer_type(tl.bfloat16))
         found = (rounded(load_pieces(ropes, known, LOADS.second, COLUMNS), LOADS.dtype),)
+    elif LOADS.tiled is not None:
+        found = (_tiled_tile(entry, scales, known, 1, 0, COLUMNS, LOADS),)
     elif LOADS.ways == 2:
         pairs = load_pairs(entry + LOADS.first, known, LOADS.second, COLUMNS, LOADS.even)
         found = halves(pairs, LOADS.dtype, LOADS.native)
     else:
         found = (_plain_tile(entry, known, LOADS.first, LOADS.second, COLUMNS, LOADS),)
     return found
+
+
+@triton.jit
+def _tiled_tile(
+    entry, scales, known, NUMBER: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, LOADS: tl.constexpr
+):
+    """The values from FIRST on of part NUMBER of entries whose byte map is `LOADS.tiled`."""
+    PART: tl.constexpr = LOADS.tiled.parts[NUMBER]
+    values = rounded(load_part(entry, scales, known, FIRST, COLUMNS, PART, LOADS.native), LOADS.dtype)
+    return values if PART.stored == "float" else computed_once(values)
 
 
 @triton.jit
@@ -433,6 +463,7 @@ def attend_tiles(
     KEYS: tl.constexpr = CONFIG.keys
     VALUE_TILES: tl.constexpr = LOADS.value_tiles
     VALUE_COLUMNS: tl.constexpr = LOADS.value_columns
+    SCALES: tl.constexpr = LOADS.tiled.scales if LOADS.split else PAGES
     acc = ()
     for _ in tl.static_range(VALUE_TILES):
         acc += (tl.zeros((ROWS, VALUE_COLUMNS), tl.float32),)
@@ -451,7 +482,9 @@ def attend_tiles(
         slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
         ahead = position + KEYS
         block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
-        k, v, factors = load_keys_and_values(token_address(buffer, layer, slot, head, PAGES), known, LOADS)
+        entry = token_address(buffer, layer, slot, head, PAGES)
+        scales = token_address(buffer, layer, slot, head, SCALES) if LOADS.split else entry
+        k, v, factors = load_keys_and_values(entry, scales, known, LOADS)
         score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
         if LOADS.per_token:
             score *= factors[0][None, :]

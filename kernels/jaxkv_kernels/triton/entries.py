@@ -1,11 +1,12 @@
 """Storing new entries at slots of a layer, in place, and reading entries of ragged runs of tokens.
 
 Plain and e4m3 entries (`store_entries`, `load_entries`), `fp8_ds_mla` entries (`store_ds_mla`, `load_ds_mla`),
-`indexer_fp8` keys in split pages (`store_split`, `load_split`) and the bytes of entries (`load_bytes`) have a kernel
-each.  A row is one head of one token, and a program processes ROWS consecutive rows.
+`indexer_fp8` keys (`store_split`, `load_split`), other entries whose values have scales by tile (`store_tiled`,
+`load_tiled`) and the bytes of entries (`load_bytes`) have a kernel each.  A row is one head of one token, and a program
+processes ROWS consecutive rows.
 
-The functions `write_*` and `gather_*` choose the kernel.  They recognise `fp8_ds_mla` by its name, take split pages of
-indexer keys for `indexer_fp8`, and other entries that the caller scales for e4m3.  A new format needs a branch there.
+The functions `write_*` and `gather_*` choose the kernel by the format.  Other entries that the caller scales are taken
+for e4m3.
 
 To store, a program loads slots and values together, encodes, and stores each part at its slot.  No two programs write
 the same bytes, unless a slot is given twice.  To read, it finds the requests of its tokens by binary search and their
@@ -38,10 +39,12 @@ from jaxkv_kernels.calls import (
 from jaxkv_kernels.formats import indexer_fp8
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.latents import fp8_ds_mla
+from jaxkv_kernels.formats.scales import RULES
 from jaxkv_kernels.triton.arithmetic import as_float32, rounded
 from jaxkv_kernels.triton.codecs import from_e4m3, has_e4m3, load_scales, power_of_two_scale, quotient, to_e4m3
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import element_type, launch
+from jaxkv_kernels.triton.tiled import load_part, store_part, tiled_entry
 from jaxkv_kernels.triton.tiles import (
     TILE_LIMIT,
     WARPS,
@@ -92,6 +95,8 @@ def write_mla(call: WriteMLA) -> jax.Array:
     """The buffer with latents and rotary keys stored, these rotated by `cos_sin` unless that is None."""
     if call.entry.format == "fp8_ds_mla":
         return store_ds_mla(call)
+    if call.entry.format in RULES:
+        return store_tiled(call, (call.kv_c, call.k_pe), call.cos_sin, call.interleaved)
     scales = call.kv_scale, call.kv_scale
     return store_entries(call, (call.kv_c, call.k_pe), scales, call.cos_sin, call.interleaved)
 
@@ -105,7 +110,9 @@ def write_kv(call: WriteKV) -> jax.Array:
 @jax.jit
 def write_indexer_k(call: WriteIndexerK) -> jax.Array:
     """The buffer with indexer keys stored."""
-    return store_split(call) if call.entry.split else store_entries(call, (call.k,))
+    if call.entry.format == "indexer_fp8":
+        return store_split(call)
+    return store_tiled(call, (call.k,)) if call.entry.format in RULES else store_entries(call, (call.k,))
 
 
 @jax.jit
@@ -113,6 +120,9 @@ def gather_mla(call: GatherMLA) -> tuple[jax.Array, jax.Array]:
     """Latents and rotary keys; rows without a token are 0."""
     if call.entry.format == "fp8_ds_mla":
         return load_ds_mla(call)
+    if call.entry.format in RULES:
+        kv_c, k_pe = load_tiled(call)
+        return kv_c, k_pe
     kv_c, k_pe = load_entries(call, (call.kv_scale, call.kv_scale))
     return kv_c[:, 0], k_pe[:, 0]
 
@@ -127,7 +137,9 @@ def gather_kv(call: GatherKV) -> tuple[jax.Array, jax.Array]:
 @jax.jit
 def gather_indexer_k(call: GatherIndexerK) -> jax.Array:
     """Indexer keys, dequantised; rows without a token are 0."""
-    return load_split(call) if call.entry.split else load_entries(call)[0][:, 0]
+    if call.entry.format == "indexer_fp8":
+        return load_split(call)
+    return load_tiled(call)[0] if call.entry.format in RULES else load_entries(call)[0][:, 0]
 
 
 @jax.jit
@@ -295,6 +307,55 @@ def _store_ds_mla(
     store_pieces(scales, scale, keep, SIZES[0] // TILE, TILES)
 
 
+def store_tiled(call: WriteMLA | WriteIndexerK, values, cos_sin=None, interleaved=False) -> jax.Array:
+    """The buffer with entries stored whose values have scales by tile; slots outside the cache are skipped.
+
+    Args:
+      call: a call that stores entries of a format in `formats.scales.RULES`.
+      values: one or two arrays [T, n_i].
+      cos_sin: float32 [T, n_1], by which the second part is rotated first, or None.
+      interleaved: which values of the second part are pairs, if it is rotated.
+
+    Programs store the second part first, so that its load is issued with the others.
+    """
+    slots = call.slot_mapping
+    if not slots.size:
+        return call.buffer
+    constants: dict[str, Any] = {
+        "ENTRY": tiled_entry(call.entry, call.pages, call.buffer.dtype.itemsize),
+        "COUNT": slots.size,
+        "NATIVE": has_e4m3(),
+        "PAIRS": pairs(cos_sin, interleaved),
+        "ROWS": tile_shape(call.entry.sizes)["ROWS"],
+    }
+    angles = values[-1] if cos_sin is None else cos_sin
+    operands = (values[0], values[-1], angles, slots, jnp.reshape(call.layer, (1,)))
+    grid = (triton.cdiv(slots.size, constants["ROWS"]),)
+    return launch(_store_tiled, operands, updated=(call.buffer,), grid=grid, warps=WARPS, **constants)[0]
+
+
+@triton.jit
+def _store_tiled(
+    first, second, cos_sin, slots, layers, buffer,
+    ENTRY: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    VALUES: tl.constexpr = ENTRY.values
+    SCALES: tl.constexpr = ENTRY.scales
+    FIRST: tl.constexpr = ENTRY.parts[0]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + row, mask=row < COUNT, other=-1)
+    layer = tl.load(layers)
+    keep = (slot >= 0) & (slot < slots_of(layer, VALUES))
+    tile = load_rows(first, row, COUNT, FIRST.size, FIRST.columns)
+    entry = token_address(buffer, layer, slot, 0, VALUES)
+    scales = token_address(buffer, layer, slot, 0, SCALES)
+    if len(ENTRY.parts) > 1:
+        SECOND: tl.constexpr = ENTRY.parts[1]
+        other = load_rotated(second, cos_sin, row, COUNT, SECOND.size, SECOND.columns, PAIRS)
+        store_part(other, entry, scales, keep, SECOND, NATIVE)
+    store_part(tile, entry, scales, keep, FIRST, NATIVE)
+
+
 def store_split(call: WriteIndexerK) -> jax.Array:
     """The buffer with `indexer_fp8` keys stored; slots outside the cache are skipped.
 
@@ -408,6 +469,44 @@ def _load_ds_mla(
     latent = rounded(tl.reshape(tiles, (ROWS, COLUMNS[0])), kv_c.dtype.element_ty)
     store_rows(kv_c, row, latent, COUNT, SIZES[0], COLUMNS[0])
     store_rows(k_pe, row, rounded(rope, k_pe.dtype.element_ty), COUNT, SIZES[1], COLUMNS[1])
+
+
+def load_tiled(call: GatherMLA | GatherIndexerK) -> list[jax.Array]:
+    """The parts [total, n_i] of entries whose values have scales by tile; rows without a token are 0."""
+    constants: dict[str, Any] = {
+        "ENTRY": tiled_entry(call.entry, call.pages, call.buffer.dtype.itemsize),
+        **ragged_constants(call),
+        "COUNT": call.total,
+        "NATIVE": has_e4m3(),
+        "ROWS": tile_shape(call.entry.sizes)["ROWS"],
+    }
+    operands = (call.buffer, *ragged_operands(call))
+    # The second result of entries with one part has a value that nothing reads.
+    results = [jax.ShapeDtypeStruct((call.total, size), call.dtype) for size in (*call.entry.sizes, 1)[:2]]
+    grid = (triton.cdiv(call.total, constants["ROWS"]),)
+    found = launch(_load_tiled, operands, results, grid=grid, warps=WARPS, **constants)
+    return list(found[: len(call.entry.sizes)])
+
+
+@triton.jit
+def _load_tiled(
+    buffer, tables, sums, starts, layers, first, second,
+    ENTRY: tl.constexpr, RUNS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    VALUES: tl.constexpr = ENTRY.values
+    SCALES: tl.constexpr = ENTRY.scales
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    layer = tl.load(layers)
+    slot, known = ragged_slots(row, tables, sums, starts, layer, RUNS, VALUES)
+    entry = token_address(buffer, layer, slot, 0, VALUES)
+    scales = token_address(buffer, layer, slot, 0, SCALES)
+    FIRST: tl.constexpr = ENTRY.parts[0]
+    tile = load_part(entry, scales, known, 0, FIRST.columns, FIRST, NATIVE)
+    if len(ENTRY.parts) > 1:
+        SECOND: tl.constexpr = ENTRY.parts[1]
+        other = load_part(entry, scales, known, 0, SECOND.columns, SECOND, NATIVE)
+        store_rows(second, row, rounded(other, second.dtype.element_ty), COUNT, SECOND.size, SECOND.columns)
+    store_rows(first, row, rounded(tile, first.dtype.element_ty), COUNT, FIRST.size, FIRST.columns)
 
 
 def load_split(call: GatherIndexerK) -> jax.Array:

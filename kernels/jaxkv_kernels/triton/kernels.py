@@ -5,6 +5,7 @@ import jax
 from jaxkv_kernels import calls
 from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.triton import (
     available,
     blocks,
@@ -16,15 +17,18 @@ from jaxkv_kernels.triton import (
     mla,
     plan_decode,
     select_topk,
+    states,
 )
 from jaxkv_kernels.triton.splits import Plan
 from jaxkv_kernels.xla import prefill
 
 _PLAIN = ("bf16", "f16", "f32")
-_MLA: Listed = {MLAEntry: (*_PLAIN, "fp8", "fp8_ds_mla")}
+_TILED_MLA = ("fp8_v4", "fp8_v41", "fp8_v41_split", "nvfp4_ds_mla", "mxfp4_ds_mla", "fp4_v41", "fp4_v41_split")
+_MLA: Listed = {MLAEntry: (*_PLAIN, "fp8", "fp8_ds_mla", *_TILED_MLA)}
 _KV: Listed = {KVEntry: (*_PLAIN, "fp8")}
 _ATTENDED_KV: Listed = {KVEntry: (*_KV[KVEntry], "int8", "nvfp4")}
-_INDEXER: Listed = {IndexerEntry: (*_PLAIN, "indexer_fp8")}
+_INDEXER: Listed = {IndexerEntry: (*_PLAIN, "indexer_fp8", "indexer_mxfp4")}
+_STATE: Listed = {StateEntry: StateEntry.formats}
 
 
 def _unavailable_reasons() -> list[str]:
@@ -110,6 +114,14 @@ class Triton(Kernels):
     @supports(None, merge_states.unsupported_reasons, _unavailable_reasons)
     def merge_states(self, call: calls.MergeStates) -> tuple[jax.Array, jax.Array]:
         return merge_states.merge_states(call)
+
+    @supports(_STATE, states.unsupported_reasons, _unavailable_reasons)
+    def write_state(self, call: calls.WriteState) -> jax.Array:
+        return states.write_state(call)
+
+    @supports(_STATE, states.unsupported_reasons, _unavailable_reasons)
+    def read_state(self, call: calls.ReadState) -> dict[str, jax.Array]:
+        return states.read_state(call)
 
     @supports(None, blocks.unsupported_reasons, _unavailable_reasons)
     def copy_blocks(self, call: calls.CopyBlocks) -> jax.Array:

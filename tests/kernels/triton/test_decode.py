@@ -26,6 +26,29 @@ class TestDecodeMLASparse(Triton, suites.DecodeMLASparse):
     """The whole suite, on the GPU."""
 
 
+class ExtraSlots(Triton, suites.ExtraSlots):
+    """Sparse attention to two caches."""
+
+    forms = (
+        ("f32", "bf16"),
+        ("fp8", "fp8_ds_mla"),
+        ("nvfp4_ds_mla", "mxfp4_ds_mla"),
+        (jaxkv.MLAEntry.typical("fp8_v4"), jaxkv.MLAEntry.typical("fp8_v41_split")),
+        (jaxkv.MLAEntry.typical("fp8_v41"), jaxkv.MLAEntry.typical("fp4_v41")),
+    )
+
+
+@on_gpu
+class TestExtraSlots(ExtraSlots):
+    """The whole suite, on the GPU."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedExtraSlots(ExtraSlots):
+    """The whole suite."""
+
+
 @interpreted
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedDecodeMLA(Triton, suites.DecodeMLA):
@@ -81,12 +104,23 @@ REQUESTS = array("int32", 64, 64), array("int32", 64)
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize(
     ("form", "heads", "tokens"),
-    [("bf16", 128, 1), ("bf16", 16, 2), ("f16", 64, 1), ("fp8", 128, 1), ("fp8_ds_mla", 128, 2)],
+    [
+        ("bf16", 128, 1),
+        ("bf16", 16, 2),
+        ("f16", 64, 1),
+        ("fp8", 128, 1),
+        ("fp8_ds_mla", 128, 2),
+        ("fp8_v4", 128, 1),
+        ("fp8_v4", 16, 1),
+        ("nvfp4_ds_mla", 128, 1),
+        ("mxfp4_ds_mla", 128, 1),
+    ],
 )
 def test_latents_compile_at_the_sizes_of_models(form, heads, tokens, capability):
     dtype = "float16" if form == "f16" else "bfloat16"
-    q = array(dtype, 64, tokens, heads, 512), array(dtype, 64, tokens, heads, 64)
-    cache, options = cache_of(jaxkv.MLAEntry(form)), {"kv_scale": 1.0} if form == "fp8" else {}
+    entry = jaxkv.MLAEntry.typical(form)
+    q = [array(dtype, 64, tokens, heads, size) for size in entry.sizes]
+    cache, options = cache_of(entry), {"kv_scale": 1.0} if form == "fp8" else {}
     attend, combine = builds(capability, jaxkv.decode_mla, *q, cache, *REQUESTS, layer=0, scale=1.0, **options)
     assert max(attend.shared, combine.shared) <= SHARED[capability] * 1024
     # With 64 rows there, results and addresses are about all registers: Triton 3.9 spills, 3.6 just does not.

@@ -96,7 +96,7 @@ class Indexer(IndexerChecks):
         self.check(*self.arguments(scene, 2, dtype), scene, layout, 1, 200)
 
     @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
-    @formats([scenes.INDEXER_ENTRIES[0], scenes.INDEXER_ENTRY])
+    @formats([scenes.INDEXER_ENTRIES[0], scenes.INDEXER_ENTRY, scenes.INDEXER_ENTRIES[-1]])
     def test_dtypes_of_queries(self, dtype, entry):
         scene = scenes.scene(entry)
         self.check(*self.arguments(scene, 2, dtype), scene, layout_of("BLNHC padded", entry), 1, 200)
