@@ -10,7 +10,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
     out = decode_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer=5, scale=192**-0.5)
 
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
-  read them back, and `gather_entries` reads their bytes; `read_mla`, `read_kv`, `read_indexer_k` read them by slot.
+  read them back; `write_entries` and `gather_entries` do so with the bytes of entries; `read_mla`, `read_kv`,
+  `read_indexer_k` read them by slot.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `prefill_mla`, `prefill_kv`, for many new tokens; `decode_mla_sparse`, to slots of one cache or, with `ExtraCache`, of
   two; the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and `select_slots`, which runs them on
@@ -61,7 +62,7 @@ from jaxkv.ops.routing import select_experts
 from jaxkv.ops.slots import ragged_slots, slots_for
 from jaxkv.ops.sparse import ExtraCache, decode_mla_sparse
 from jaxkv.ops.states import read_state, write_state
-from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
+from jaxkv.ops.writes import write_entries, write_indexer_k, write_kv, write_mla
 from jaxkv.support import Explanation, explain
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
@@ -72,6 +73,7 @@ __all__ = [  # noqa: RUF022 (the order of the API reference)
     "write_mla",
     "write_kv",
     "write_indexer_k",
+    "write_entries",
     "gather_mla",
     "gather_kv",
     "gather_indexer_k",

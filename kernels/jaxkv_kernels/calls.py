@@ -131,6 +131,20 @@ class WriteIndexerK(CacheCall[jax.Array, IndexerEntry]):
 
 
 @record
+class WriteEntries(CacheCall[jax.Array, Entry]):
+    """Stores the bytes of entries."""
+
+    operation = "write_entries"
+    rows: jax.Array
+    """uint8 [T, nbytes] or [T, H, nbytes]."""
+    slot_mapping: jax.Array
+    """[T]."""
+
+    def run_on(self, kernels: "Kernels") -> jax.Array:
+        return kernels.write_entries(self)
+
+
+@record
 class GatherCall[Result, E: Entry](CacheCall[Result, E]):
     """Reads a run of tokens of each request.  The runs follow one another in the result."""
 
@@ -873,6 +887,9 @@ class Kernels:
         raise NotImplementedError
 
     def write_indexer_k(self, call: WriteIndexerK) -> jax.Array:
+        raise NotImplementedError
+
+    def write_entries(self, call: WriteEntries) -> jax.Array:
         raise NotImplementedError
 
     def gather_mla(self, call: GatherMLA) -> tuple[jax.Array, jax.Array]:

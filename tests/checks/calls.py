@@ -93,6 +93,11 @@ def gather_indexer_k(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
     return jaxkv.gather_indexer_k(jaxkv.KVCache.zeros(INDEXER), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
 
 
+def write_entries(slots=(0, 7, -1), layer=0):
+    rows = jnp.zeros((len(slots), MLA.entry.nbytes), jnp.uint8)
+    return jaxkv.write_entries(jaxkv.KVCache.zeros(MLA), rows, ints(slots), layer=layer)
+
+
 def write_state(slots=(0, 7, -1), layer=0):
     states = {name: jnp.ones((len(slots), *shape)) for name, shape in STATE.shapes.items()}
     return jaxkv.write_state(jaxkv.KVCache.zeros(STATES), states, ints(slots), layer=layer)
@@ -145,6 +150,7 @@ OPERATIONS = (
     write_mla,
     write_kv,
     write_indexer_k,
+    write_entries,
     decode_mla,
     decode_kv,
     decode_mla_sparse,

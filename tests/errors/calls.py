@@ -115,6 +115,11 @@ def write_indexer_k(a, **changes):
     return call(jaxkv.write_indexer_k, dict(cache=a.indexer, k=a.key, slot_mapping=a.slots, layer=0), changes)
 
 
+def write_entries(a, **changes):
+    given = dict(cache=a.mla, entries=jnp.zeros((5, 24), jnp.uint8), slot_mapping=a.slots, layer=0)
+    return call(jaxkv.write_entries, given, changes)
+
+
 def write_state(a, **changes):
     given = dict(cache=a.states, states={"conv": a.conv, "ssm": a.ssm}, slots=a.slots, layer=0)
     return call(jaxkv.write_state, given, changes)
@@ -255,6 +260,7 @@ OF_ANY_CACHE = {
     "copy_blocks": (copy_blocks, "mla", "Entry"),
     "read_blocks": (read_blocks, "mla", "Entry"),
     "write_blocks": (write_blocks, "mla", "Entry"),
+    "write_entries": (write_entries, "mla", "Entry"),
     "gather_entries": (gather_entries, "mla", "Entry"),
 }
 OF_NO_CACHE = {

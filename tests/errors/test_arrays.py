@@ -30,6 +30,7 @@ from errors.calls import (
     select_experts,
     select_topk,
     write_blocks,
+    write_entries,
     write_indexer_k,
     write_kv,
     write_mla,
@@ -81,6 +82,9 @@ SHAPES = [
     ("key of heads", lambda a: write_indexer_k(a, k=a.key[:, None]), ["`k`", "(5, 1, 16)", "[T, D]"]),
     ("slots to read of rank 2", lambda a: read_mla(a, slots=a.slots[None]), ["`slots`", "(1, 5)", "[T]"]),
     ("one slot to read", lambda a: read_kv(a, slots=a.slots[0]), ["`slots`", "()", "[T]"]),
+    ("entries too wide", lambda a: write_entries(a, entries=jnp.zeros((5, 25), "uint8")), ["(5, 25)", "[T, 24]"]),
+    ("entries of heads", lambda a: write_entries(a, entries=jnp.zeros((5, 1, 24), "uint8")), ["`entries`", "[T, W]"]),
+    ("entries without heads", lambda a: write_entries(a, cache=a.kv), ["`entries`", "(5, 24)", "[T, H, W]"]),
     ("slots of keys", lambda a: write_indexer_k(a, slot_mapping=a.slots[1:]), ["`slot_mapping`", "(4,)", "[5]"]),
     (
         "q_latent of rank 2",
@@ -278,6 +282,36 @@ DTYPES = [
     ),
     ("bool slots", lambda a: write_mla(a, slot_mapping=a.slots > 2), ["`slot_mapping`", "dtype bool", "int32"]),
     ("bool v", lambda a: write_kv(a, v=a.v > 0), ["`v`", "dtype bool", "float32"]),
+    ("entries as elements", lambda a: write_entries(a, entries=jnp.zeros((5, 24))), ["`entries`", "float32", "uint8"]),
+    ("e4m3 latents as bf16", lambda a: write_mla(a, kv_c=a.kv_c.astype("float8_e4m3fn")), ["`kv_c`", "float8_e4m3fn"]),
+    (
+        "e5m2 keys as e4m3",
+        lambda a: write_kv(a, cache=a.kv_fp8, k=a.k.astype("float8_e5m2")),
+        ["`k`", "float8_e5m2", "float8_e4m3fn"],
+    ),
+    (
+        "e4m3 keys beside float values",
+        lambda a: write_kv(a, cache=a.kv_fp8, k=a.k.astype("float8_e4m3fn")),
+        ["`k` has dtype float8_e4m3fn", "`v` has dtype float32", "both"],
+    ),
+    (
+        "e4m3 values with a scale",
+        lambda a: write_kv(
+            a, cache=a.kv_fp8, k=a.k.astype("float8_e4m3fn"), v=a.v.astype("float8_e4m3fn"), v_scale=0.5
+        ),
+        ["`v_scale` is 0.5", "None", "float8_e4m3fn"],
+    ),
+    (
+        "e4m3 rotary keys to rotate",
+        lambda a: write_mla(
+            a,
+            cache=a.mla_fp8,
+            kv_c=a.kv_c.astype("float8_e4m3fn"),
+            k_pe=a.k_pe.astype("float8_e4m3fn"),
+            cos_sin=jnp.ones((5, 4)),
+        ),
+        ["`cos_sin`", "None", "`k_pe`"],
+    ),
     ("uint8 key", lambda a: write_indexer_k(a, k=a.key.astype("uint8")), ["`k`", "dtype uint8", "bfloat16"]),
     (
         "q_pe of another dtype",

@@ -20,6 +20,7 @@ MODES = {
     "write_kv": BOTH,
     "write_kv, rotated": BOTH,
     "write_indexer_k": BOTH,
+    "write_entries": BOTH,
     "write_state": REFUSED,
     "read_state": NO_FLOATS,
     "gather_mla": BOTH,

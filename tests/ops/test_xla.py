@@ -15,7 +15,7 @@ from support.compare import assert_close
 from support.suites.experts import arguments as expert_arguments
 
 
-class TestWrites(suites.Writes, suites.RotatedWrites):
+class TestWrites(suites.Writes, suites.RotatedWrites, suites.WriteEntries):
     implementation = "xla"
 
 

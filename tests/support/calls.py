@@ -85,6 +85,11 @@ def _write_indexer_k(n, d):
     return dict(cache=d.cache(INDEXER), k=d.floats(n.T, 8), slot_mapping=d.distinct(24, n.T), layer=d.layer())
 
 
+def _write_entries(n, d):
+    rows = d.floats(n.T, sum(MLA.entry.sizes)).view(np.uint8)
+    return dict(cache=d.cache(MLA), entries=rows, slot_mapping=d.distinct(24, n.T), layer=d.layer())
+
+
 def _write_state(n, d):
     states = {"conv": d.floats(n.T, 2, 3), "ssm": d.floats(n.T, 4)}
     return dict(cache=d.cache(STATES), states=states, slots=d.distinct(24, n.T), layer=d.layer())
@@ -271,6 +276,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "write_kv": _write_kv,
     "write_kv, rotated": lambda n, d: {**_write_kv(n, d), "cos_sin": d.floats(n.T, 8), "interleaved": True},
     "write_indexer_k": _write_indexer_k,
+    "write_entries": _write_entries,
     "write_state": _write_state,
     "read_state": _read(STATES),
     "gather_mla": _gather(MLA, dtype=jnp.float32),

@@ -15,7 +15,7 @@ UNUSED = 2_147_480_000
 
 BLOCKS = 16
 
-SMALLEST = {"fp8_v41": 64, "fp8_v41_split": 64, "fp4_v41": 32, "fp4_v41_split": 32, "nvfp4": 32}
+SMALLEST = {"fp8_v41": 64, "fp8_v41_split": 64, "fp4_v41": 32, "fp4_v41_split": 32, "nvfp4": 32, "kvfp4": 32}
 """The fewest values of an array, of formats that store values in larger groups than others."""
 
 
@@ -34,7 +34,8 @@ INDEXER_ENTRIES = [jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.forma
 
 def is_split(entry):
     """Whether pages hold some parts of all tokens, then others."""
-    return not isinstance(entry, jaxkv.StateEntry) and oracle.FORMATS[entry.format].page_parts is not None
+    regions = None if isinstance(entry, jaxkv.StateEntry) else oracle.FORMATS[entry.format].page_parts
+    return regions is not None and len(regions(entry)) > 1
 
 
 @cache

@@ -74,6 +74,10 @@ jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0, cos=lengths, sin=lengths)
 jaxkv.write_indexer_k(keys, q_kv[:, 0], lengths, 0)
 # attribute: a write returns a cache, not a buffer
 jaxkv.write_indexer_k(keys, q_kv[:, 0], lengths, layer=0).at[0].set(1)
+# missing: the layer of bytes by position
+jaxkv.write_entries(keys, lengths, lengths, 0)
+# argument: fields one after the other instead of by name
+keys.layout.entry.pack([lengths, lengths])
 # argument: a cache of latents
 jaxkv.gather_indexer_k(cache, tables, lengths, layer=0, total=8)
 # argument: an array as a static number

@@ -1,22 +1,25 @@
 """Entry kinds.  An entry is what one token stores for one head in one layer: values in a format."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self, cast
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from jaxkv_kernels.formats.format import FORMATS, Field, Format, regions_of
+from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.formats.format import FORMATS, SHORT_NAMES, Field, Format, regions_of
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.integers import as_int
 
 FloatFormat = Literal["bf16", "f16", "f32"]
 MLAFormat = Literal[
     FloatFormat, "fp8", "fp8_e5m2", "fp8_ds_mla", "fp8_v4", "fp8_v41", "fp8_v41_split", "nvfp4_ds_mla", "mxfp4_ds_mla",
-    "fp4_v41", "fp4_v41_split",
+    "fp4_v41", "fp4_v41_split", "kvfp4",
 ]  # fmt: skip
-KVFormat = Literal[FloatFormat, "fp8", "fp8_e5m2", "int8", "nvfp4"]
-IndexerFormat = Literal[FloatFormat, "indexer_fp8", "indexer_mxfp4"]
+KVFormat = Literal[FloatFormat, "fp8", "fp8_e5m2", "int8", "nvfp4", "kvfp4", "int4"]
+IndexerFormat = Literal[FloatFormat, "indexer_fp8", "indexer_mxfp4", "indexer_mxfp8"]
 
 
 class _FormatNames:
@@ -112,6 +115,13 @@ class Entry:
         return jnp.dtype(jnp.bfloat16) if self.quantised else self.dtype
 
     @property
+    def values_dtype(self) -> jnp.dtype | None:
+        """The dtype of all values, if an entry consists of its arrays of values alone, whose dtype is the same."""
+        stored = {field.dtype for field in self.fields()}
+        alone = [field.name for field in self.fields()] == [*self.named_sizes] and len(stored) == 1
+        return jnp.dtype(SHORT_NAMES.get(*stored, *stored)) if alone else None
+
+    @property
     def nbytes(self) -> int:
         """Bytes per entry."""
         return max(field.offset + field.nbytes for field in self.fields())
@@ -135,6 +145,58 @@ class Entry:
     def decode(self, row, dtype, scales=(None, None)) -> list[jax.Array]:
         """Converts stored elements [..., width] to values [..., n_i] of `dtype`."""
         return self.codec.decode(row, self.named_sizes, scales, dtype)
+
+    @property
+    def _stored(self) -> dict[str, Field]:
+        """The byte map of an encoded entry by name, without padding."""
+        return {field.name: field for field in self.fields() if field.name != "padding"}
+
+    def pack(self, stored: Mapping[str, ArrayLike]) -> jax.Array:
+        """Joins the fields of entries to their bytes, as `write_entries` stores them.
+
+        Other libraries may have the same fields in arrays of their own, such as scales beside the cache.
+
+        Args:
+          stored: an array [..., count] for each of `fields()` but padding, by name, in the dtype of the field, or its
+            bytes as uint8.
+
+        Returns:
+          uint8 [..., nbytes], the fields in the order of `fields()`; padding is 0.
+
+        Raises:
+          ValueError: a name or the last axis of an array is wrong, or the other axes of arrays differ.
+        """
+        if stored.keys() != self._stored.keys():
+            raise ValueError(f"`stored` has {', '.join(stored) or 'no fields'}: expected {', '.join(self._stored)}")
+        rows = {name: view_as(jnp.asarray(array), jnp.uint8) for name, array in stored.items()}
+        leading = next(iter(rows.values())).shape[:-1]
+        for name, field in self._stored.items():
+            if rows[name].shape != (*leading, field.nbytes):
+                array = jnp.asarray(stored[name])
+                raise ValueError(
+                    f"`stored[{name!r}]` is {array.dtype}{list(array.shape)}: expected {field.count} {field.dtype} "
+                    f"({field.nbytes} bytes) in the last axis, and {list(leading)} in the others"
+                )
+        padded = (rows.get(f.name, jnp.zeros((*leading, f.nbytes), jnp.uint8)) for f in self.fields())
+        return jnp.concatenate([*padded], axis=-1)
+
+    def unpack(self, rows: ArrayLike) -> dict[str, jax.Array]:
+        """Separates the bytes of entries, as `gather_entries` returns them, into fields: the inverse of `pack`.
+
+        Args:
+          rows: uint8 [..., nbytes].
+
+        Returns:
+          An array [..., count] for each of `fields()` but padding, by name, in the dtype of the field.  A pair of 4-bit
+          values is a byte.
+
+        Raises:
+          ValueError: `rows` are not bytes, or not `nbytes` of them in the last axis.
+        """
+        rows = jnp.asarray(rows)
+        if rows.dtype != jnp.uint8 or rows.shape[-1:] != (self.nbytes,):
+            raise ValueError(f"`rows` is {rows.dtype}{list(rows.shape)}: expected uint8 [..., {self.nbytes}]")
+        return {name: field.read(rows) for name, field in self._stored.items()}
 
 
 @dataclass(frozen=True)

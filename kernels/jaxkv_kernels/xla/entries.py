@@ -17,6 +17,7 @@ from jaxkv_kernels.calls import (
     ReadKV,
     ReadMLA,
     ReadState,
+    WriteEntries,
     WriteIndexerK,
     WriteKV,
     WriteMLA,
@@ -47,6 +48,12 @@ def write_indexer_k(call: WriteIndexerK) -> jax.Array:
 
 
 @jax.jit
+def write_entries(call: WriteEntries) -> jax.Array:
+    """The buffer with the bytes of entries stored."""
+    return _placed(call, call.rows, call.slot_mapping)
+
+
+@jax.jit
 def write_state(call: WriteState) -> jax.Array:
     """The buffer with states stored."""
     sizes = call.entry.named_sizes.items()
@@ -55,9 +62,12 @@ def write_state(call: WriteState) -> jax.Array:
 
 def _stored(call: CacheCall, values: Sequence[jax.Array], slots: jax.Array, scales=(None, None)) -> jax.Array:
     """The buffer with values [T, (H,) n_i] stored at slots [T] of the layer."""
-    rows = call.entry.encode(values, scales)
-    if call.entry.one_head:
-        rows = rows[:, None]
+    return _placed(call, call.entry.encode(values, scales), slots)
+
+
+def _placed(call: CacheCall, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """The buffer with encoded entries [T, (H,) width] stored at slots [T] of the layer."""
+    rows = rows[:, None] if call.entry.one_head else rows
     return store_entries(call.buffer, call.pages, call.entry, rows, slots, call.layer)
 
 

@@ -43,6 +43,10 @@ class XLA(Kernels):
     def write_indexer_k(self, call: calls.WriteIndexerK) -> jax.Array:
         return entries.write_indexer_k(call)
 
+    @supports({**_MLA, **_KV, **_INDEXER})
+    def write_entries(self, call: calls.WriteEntries) -> jax.Array:
+        return entries.write_entries(call)
+
     @supports(_MLA)
     def gather_mla(self, call: calls.GatherMLA) -> tuple[jax.Array, jax.Array]:
         return entries.gather_mla(call)

@@ -51,5 +51,7 @@ from support.suites.states import States as States
 from support.suites.writes import RotatedChecks as RotatedChecks
 from support.suites.writes import RotatedWrites as RotatedWrites
 from support.suites.writes import WriteChecks as WriteChecks
+from support.suites.writes import WriteEntries as WriteEntries
+from support.suites.writes import WriteEntriesChecks as WriteEntriesChecks
 from support.suites.writes import Writes as Writes
 from support.suites.writes import new_tokens as new_tokens

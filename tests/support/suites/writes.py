@@ -64,6 +64,57 @@ class WriteChecks(Suite):
         return [int(slot) for slot in rng.permutation([*good, *bad])]
 
 
+class WriteEntriesChecks(WriteChecks):
+    """Checks of `write_entries`, and of values that are stored as they are."""
+
+    def check_bytes(self, entry, name):
+        """Bytes that are no encoder's: random ones."""
+        layout, rng = layout_of(name, entry, num_heads=1 if entry.one_head else 2), np.random.default_rng(0)
+        slots = self.slots(layout, rng)
+        rows = rng.integers(0, 256, (len(slots), layout.num_heads, entry.nbytes), np.uint8)
+        before = scenes.garbage(layout, rng, "random")
+        given = jnp.asarray(rows[:, 0] if entry.one_head else rows)
+        cache = self.run(jaxkv.write_entries, to_cache(layout, before), given, jnp.asarray(slots, jnp.int32), layer=1)
+        expected = before.copy()
+        entries = scenes.fetch(layout, expected, 1)
+        for row, slot in zip(rows, slots, strict=True):
+            if 0 <= slot < layout.num_slots:
+                entries[slot // layout.block_size, :, slot % layout.block_size] = row
+        scenes.place(layout, expected, 1, entries)
+        assert_same_bits(to_bytes(cache), expected, "the buffer's bytes")
+
+    def check_quantised(self, entry, name):
+        """All values of a float8 dtype, NaN included."""
+        layout, rng = layout_of(name, entry, num_heads=1 if entry.one_head else 2), np.random.default_rng(0)
+        slots = jnp.asarray(self.slots(layout, rng), jnp.int32)
+        rows = rng.integers(0, 256, (slots.size, layout.num_heads, entry.nbytes), np.uint8)
+        parts = [jnp.asarray(part) for part in np.split(rows.view(entry.values_dtype), entry.sizes[:1], axis=-1)]
+        before = scenes.garbage(layout, rng, "random")
+        found = self.write(to_cache(layout, before), parts, slots, 1, {})
+        right = self.run(
+            jaxkv.write_entries, to_cache(layout, before), jnp.asarray(rows[:, 0] if entry.one_head else rows), slots,
+            layer=1,
+        )  # fmt: skip
+        assert_same_bits(to_bytes(found), to_bytes(right))
+
+
+class WriteEntries(WriteEntriesChecks):
+    """The same on every layout."""
+
+    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES], few=True)
+    def test_stores_the_bytes(self, entry, name):
+        self.check_bytes(entry, name)
+
+    @pytest.mark.parametrize("name", scenes.APART)
+    @formats(scenes.APART_ENTRIES)
+    def test_bytes_of_keys_and_values_that_lie_apart(self, entry, name):
+        self.check_bytes(entry, name)
+
+    @formats([entry for entry in (*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES) if entry.format in ("fp8", "fp8_e5m2")])
+    def test_quantised_values_are_stored_as_they_are(self, entry):
+        self.check_quantised(entry, "LBNHC")
+
+
 def rotary_part(entry):
     """Which part of an entry a write can rotate."""
     return 0 if isinstance(entry, jaxkv.KVEntry) else 1
