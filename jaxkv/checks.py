@@ -15,6 +15,8 @@ from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.integers import as_int
 
 FLOATS = ("bfloat16", "float16", "float32")
+QUERIES = (*FLOATS, "float8_e4m3fn")
+"""The dtypes of the queries of attention and of the indexer."""
 MAY_BE_EMPTY = ("T", "n", "P")
 """Axes that may have length 0: T new tokens, n blocks and P values of a rotary part.  All other axes must have at least
 one element, but for those that an operation allows to be empty."""
@@ -169,8 +171,9 @@ def static_scale(scale: Any) -> float:
 
 
 def entry_scale(name: str, scale: Any, cache: KVCache, *, heads: bool = False) -> jax.Array | None:
-    """The scale of entries as float32, scalar or [H]; None for a format without a scale.
+    """The scale of entries as float32; None for a format without a scale.
 
+    It is a scalar or, with `heads`, also one per head [H], or one per token and head [num_blocks, block_size, H].
     ValueError if a scale is missing, or is passed for a format without one.
     """
     entry, count = cache.layout.entry, cache.layout.num_heads
@@ -184,11 +187,33 @@ def entry_scale(name: str, scale: Any, cache: KVCache, *, heads: bool = False) -
         raise ValueError(
             f"`{name}` is None: expected a number, as entries of format {entry.format!r} are stored divided by a scale"
         )
-    shape = getattr(scale, "shape", ())
-    if heads and shape not in ((), (count,)):
-        raise ValueError(f"`{name}` has shape {shape}: expected a scalar, or [H] = [{count}] with one scale per head")
+    shape, pages = getattr(scale, "shape", ()), cache.layout.pages
+    tokens = pages.num_blocks, pages.block_size, count
+    if heads and shape not in ((), (count,), tokens):
+        raise ValueError(
+            f"`{name}` has shape {shape}: expected a scalar, [H] = [{count}] with one scale per head, or "
+            f"[num_blocks, block_size, H] = {[*tokens]} with one per token and head"
+        )
     scale = _floats(name, scale, shape if heads else (), positive=True)
-    return jnp.broadcast_to(scale, (count,)) if heads and isinstance(scale, jax.Array) else scale
+    return jnp.broadcast_to(scale, (count,)) if heads and shape == () and isinstance(scale, jax.Array) else scale
+
+
+def query_scale(scale: Any, q: Any, heads: int) -> jax.Array | None:
+    """The scale of queries `q` of e4m3 as float32, scalar or [Hq]; None if there is none.
+
+    ValueError if it has another shape, or `q` another dtype.
+    """
+    if scale is None:
+        return None
+    if str(q.dtype) in FLOATS:
+        raise ValueError(
+            f"`q_scale` is {describe(scale)}: expected None, as queries of {q.dtype} have no scale (multiply "
+            "`scale` by it)"
+        )
+    shape = getattr(scale, "shape", ())
+    if shape not in ((), (heads,)):
+        raise ValueError(f"`q_scale` has shape {shape}: expected a scalar, or [Hq] = [{heads}] with one scale per head")
+    return _floats("q_scale", scale, shape, positive=True)
 
 
 def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool = False) -> jax.Array:

@@ -1,15 +1,18 @@
 """Dense attention of new tokens to the cache."""
 
+from collections.abc import Sequence
 from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
 from jaxkv.checks import (
     FLOATS,
+    QUERIES,
     Dims,
     check_cache,
     computed,
@@ -18,6 +21,7 @@ from jaxkv.checks import (
     layer_index,
     logit_cap_of,
     mla_dims,
+    query_scale,
     softmax_scale,
     static_bool,
     window_of,
@@ -32,9 +36,6 @@ from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.scores import with_sinks
 
-KV_QUERIES = (*FLOATS, "float8_e4m3fn")
-"""The dtypes of the queries of `decode_kv`."""
-
 
 @overload
 def decode_mla(
@@ -46,6 +47,7 @@ def decode_mla(
     *,
     layer: ArrayLike,
     scale: ArrayLike,
+    q_scale: ArrayLike | None = None,
     kv_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
     window: int | tuple[int, int] | None = None,
@@ -66,6 +68,7 @@ def decode_mla(
     *,
     layer: ArrayLike,
     scale: ArrayLike,
+    q_scale: ArrayLike | None = None,
     kv_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
     window: int | tuple[int, int] | None = None,
@@ -85,6 +88,7 @@ def decode_mla(
     *,
     layer: ArrayLike,
     scale: ArrayLike,
+    q_scale: ArrayLike | None = None,
     kv_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
     window: int | tuple[int, int] | None = None,
@@ -108,7 +112,9 @@ def decode_mla(
     request sees.
 
     Args:
-      q_latent: float [B, Hq, R], [B, Q, Hq, R] or, with `cu_q_lens`, [T, Hq, R]: queries multiplied by W_UK.
+      q_latent: float or float8_e4m3fn [B, Hq, R], [B, Q, Hq, R] or, with `cu_q_lens`, [T, Hq, R]: queries multiplied
+        by W_UK.  Queries of e4m3 are converted to the entries' dtype, or bfloat16 if these are quantised, which loses
+        nothing.
       q_pe: rotary queries after RoPE, of the shape of `q_latent` with P instead of R, and of its dtype.
       cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
@@ -116,6 +122,9 @@ def decode_mla(
         clamped to the range from 0 to M * block_size, the capacity of a table.
       layer: int, or traced int32 scalar.
       scale: float, the model's own softmax scale, which cannot be inferred from R and P.
+      q_scale: float scalar or [Hq], the scale of queries of e4m3, default 1; value = stored * q_scale.  Queries of
+        other dtypes have none.  A scalar loses nothing.  With one scale per head, the queries of all heads but those
+        with the largest scale are rounded once, to the dtype to which they are converted.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
@@ -146,11 +155,11 @@ def decode_mla(
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out, of q_latent's shape and dtype, with R + P instead of R in the formats of DeepSeek V4, whose values include
-      rotary parts (see `decode_mla_sparse`); with `return_lse` also lse, float32, of q_latent's shape without R,
-      natural logarithm.  A query that sees no token, or belongs to no request, gets 0 and -inf.  Low finite scores are
-      never masked: only a score beyond the range of float32 becomes -inf and gets no weight.  Tokens in blocks outside
-      the cache are masked.  If a traced layer is outside the cache, no query sees a token.
+      out, of q_latent's shape and dtype (e4m3 converted), with R + P instead of R in the formats of DeepSeek V4, whose
+      values include rotary parts (see `decode_mla_sparse`); with `return_lse` also lse, float32, of q_latent's shape
+      without R, natural logarithm.  A query that sees no token, or belongs to no request, gets 0 and -inf.  Low finite
+      scores are never masked: only a score beyond the range of float32 becomes -inf and gets no weight.  Tokens in
+      blocks outside the cache are masked.  If a traced layer is outside the cache, no query sees a token.
 
     Raises:
       ValueError: a shape, dtype, static layer, scale or `window` is wrong, or `plan` was made for another shape or
@@ -160,8 +169,9 @@ def decode_mla(
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
     axes = query_axes("q_latent", q_latent, ragged=cu_q_lens is not None)
-    q_latent = dims.check("q_latent", q_latent, f"{axes} R")
+    q_latent = dims.check("q_latent", q_latent, f"{axes} R", QUERIES)
     q_pe = dims.check("q_pe", q_pe, f"{axes} P", (str(q_latent.dtype),))
+    (q_latent, q_pe), scale = in_float((q_latent, q_pe), q_scale, softmax_scale(scale), cache.layout.entry.input_dtype)
     if sinks is not None:
         dims.check("sinks", sinks, "Hq", ("float32",))
     call = calls.DecodeMLA(
@@ -170,7 +180,7 @@ def decode_mla(
         **request_fields(dims, cache, block_tables, seq_lens, layer),
         **_window_fields(dims, cache, axes, window, causal),
         kv_scale=entry_scale("kv_scale", kv_scale, cache),
-        scale=softmax_scale(scale),
+        scale=scale,
         logit_cap=logit_cap_of(logit_cap),
         plan=None,
         trailing=None,
@@ -198,6 +208,7 @@ def decode_kv(
     *,
     layer: ArrayLike,
     scale: ArrayLike,
+    q_scale: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
@@ -218,6 +229,7 @@ def decode_kv(
     *,
     layer: ArrayLike,
     scale: ArrayLike,
+    q_scale: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
@@ -237,6 +249,7 @@ def decode_kv(
     *,
     layer: ArrayLike,
     scale: ArrayLike,
+    q_scale: ArrayLike | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     logit_cap: float | None = None,
@@ -255,15 +268,17 @@ def decode_kv(
 
     Args:
       q: float [B, Hq, D], [B, Q, Hq, D] or, with `cu_q_lens`, [T, Hq, D]; Hq a multiple of the cache's heads H.
-        Queries of float8_e4m3fn are converted to the entries' dtype, or bfloat16 if these are quantised, which loses
-        nothing.  If they have a scale, multiply `scale` by it.
+        Queries of float8_e4m3fn are converted as in `decode_mla`.
       cache: a cache of `KVEntry`; its entries are converted to the queries' dtype.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length are ignored.
       seq_lens: int32 [B], tokens of each request, the new ones included; 0 for a request without tokens.  Values are
         clamped to the range from 0 to M * block_size, the capacity of a table.
       layer: int, or traced int32 scalar.
       scale: float, the softmax scale.
-      k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
+      q_scale: float scalar or [Hq], the scale of queries of e4m3, as in `decode_mla`.
+      k_scale: float scalar, [H] or [num_blocks, block_size, H], required by format `fp8` and rejected by the others;
+        value = stored * k_scale.  The last form has a scale per token and head of this layer, where the token is: a
+        token of slot `block * block_size + offset` has k_scale[block, offset].  Only `xla` supports it.
       v_scale: the same for v; value = stored * v_scale.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
@@ -290,9 +305,10 @@ def decode_kv(
     heads = cache.layout.num_heads
     dims = Dims(D=(cache.layout.entry.sizes[0], "the entry's head_dim"))
     axes = query_axes("q", q, ragged=cu_q_lens is not None)
-    q = converted(dims.check("q", q, f"{axes} D", KV_QUERIES), cache.layout.entry.input_dtype)
+    q = dims.check("q", q, f"{axes} D", QUERIES)
     if dims["Hq"] % heads:
         raise ValueError(f"`q` has {dims['Hq']} heads: expected a multiple of the cache's {heads} heads")
+    (q,), scale = in_float((q,), q_scale, softmax_scale(scale), cache.layout.entry.input_dtype)
     if sinks is not None:
         dims.check("sinks", sinks, "Hq", ("float32",))
     call = calls.DecodeKV(
@@ -301,7 +317,7 @@ def decode_kv(
         **_window_fields(dims, cache, axes, window, causal),
         k_scale=entry_scale("k_scale", k_scale, cache, heads=True),
         v_scale=entry_scale("v_scale", v_scale, cache, heads=True),
-        scale=softmax_scale(scale),
+        scale=scale,
         logit_cap=logit_cap_of(logit_cap),
         plan=None,
         trailing=None,
@@ -323,6 +339,30 @@ def decode_kv(
 def converted(q: Any, dtype: DTypeLike) -> jax.Array:
     """Queries `q` as they are, or those of e4m3 as `dtype`."""
     return q if str(q.dtype) in FLOATS else computed(lambda q: q.astype(dtype), q)
+
+
+def in_float(
+    queries: Sequence[jax.Array], q_scale: ArrayLike | None, scale: jax.Array, dtype: DTypeLike
+) -> tuple[list[jax.Array], jax.Array]:
+    """Checked queries [..., Hq, n_i] without their scale, and the softmax scale by which their scores are multiplied.
+
+    Queries of e4m3 become queries of `dtype`.  A scalar `q_scale` multiplies the softmax scale.  Of scales per head,
+    the largest does, and the queries of each head are multiplied by the quotient of its scale and the largest.
+    """
+    heads = queries[0].shape[-2]
+    factor = query_scale(q_scale, queries[0], heads)
+    if factor is None:
+        return [converted(q, dtype) for q in queries], scale
+    if factor.shape == ():
+        return [converted(q, dtype) for q in queries], computed(jnp.multiply, scale, factor)
+    limits = jnp.finfo(dtype)
+
+    def multiplied(q, factor):
+        q = q.astype(jnp.float32) * (factor / factor.max())[:, None]
+        # Conversions to `dtype` alone would not do: XLA may leave out those that are followed by one to float32.
+        return lax.reduce_precision(q, limits.nexp, limits.nmant).astype(dtype)
+
+    return [computed(multiplied, q, factor) for q in queries], computed(lambda s, f: s * f.max(), scale, factor)
 
 
 def query_axes(name: str, q: Any, *, ragged: bool = False) -> str:

@@ -310,7 +310,8 @@ def prefill_kv(
         clamped to the range from 0 to M * block_size, the capacity of a table.
       layer: int, or traced int32 scalar.
       scale: static number, the softmax scale.
-      k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
+      k_scale: float scalar, [H] or [num_blocks, block_size, H], required by format `fp8` and rejected by the others;
+        value = stored * k_scale.  The last form is that of `decode_kv`.
       v_scale: the same for v; value = stored * v_scale.
       window: static int, the last tokens that a query token sees, or (left, right), as in `decode_mla` with a causal
         mask: `right` has no effect.

@@ -83,10 +83,7 @@ def divide(cu_q_lens: jax.Array, *, total: int, size: int) -> Groups:
     end = cu_q_lens[request] + counts[request] - num_trailing
     tokens = end[:, None] - size + jnp.arange(size, dtype=jnp.int32)
 
-    token = jnp.arange(total, dtype=jnp.int32)
-    owner = _first_above(cu_q_lens[1:], token)
-    owned, owner = (owner < batch) & (token >= cu_q_lens[0]), jnp.minimum(owner, batch - 1)
-    back = cu_q_lens[owner + 1] - 1 - token  # tokens of the request after this one
+    owned, owner, back = owners(cu_q_lens, total)
     places = after[owner] * size - 1 - back
     none = group.size * size
     return Groups(
@@ -95,6 +92,18 @@ def divide(cu_q_lens: jax.Array, *, total: int, size: int) -> Groups:
         tokens=jnp.clip(tokens, 0, total - 1),
         places=jnp.where(owned & (places >= 0), jnp.minimum(places, none), none),
     )
+
+
+def owners(cu_q_lens: jax.Array, total: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether each of `total` query tokens belongs to a request, which one, and how many tokens of it come after.
+
+    `cu_q_lens` is as in `divide`.  All results are [T]; for tokens of no request, the last two may hold any request and
+    any number.
+    """
+    batch, token = cu_q_lens.shape[0] - 1, jnp.arange(total, dtype=jnp.int32)
+    owner = _first_above(cu_q_lens[1:], token)
+    owned, owner = (owner < batch) & (token >= cu_q_lens[0]), jnp.minimum(owner, batch - 1)
+    return owned, owner, cu_q_lens[owner + 1] - 1 - token
 
 
 def _first_above(ascending, values):
@@ -126,14 +135,14 @@ def arrange(
     if cu_q_lens is not None:
         dims.check_running_sum("cu_q_lens", cu_q_lens)
         if data_checks.checking():
-            _check_rises(int32(cu_q_lens), dims["T"])
+            check_rises(int32(cu_q_lens), dims["T"])
         if groups is None:
             size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, call.window)
             groups = computed(partial(divide, total=dims["T"], size=size), running_sum(cu_q_lens))
     return Arrangement(q_len, kv_heads, call.window is None and call.ahead is None, groups)
 
 
-def _check_rises(cu_q_lens, total: int) -> None:
+def check_rises(cu_q_lens, total: int) -> None:
     """Checks, in checked mode, that `cu_q_lens` rises from 0 to at most `total`."""
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), cu_q_lens[:-1]])
     rises = (cu_q_lens >= before) & (cu_q_lens <= total) & ((jnp.arange(cu_q_lens.size) > 0) | (cu_q_lens == 0))

@@ -414,6 +414,16 @@ def load_entries(
     return jnp.concatenate([view_as(rows, dtype or entry.dtype) for rows, _ in found], axis=-1), found[0][1]
 
 
+def scale_at(scale: jax.Array | None, slots: jax.Array) -> jax.Array | None:
+    """The scales [..., H] of the entries at `slots` [...], if `scale` has one per token; otherwise `scale` as it is.
+
+    Slots outside the cache have any scale: the caller must mask their values.
+    """
+    if scale is None or scale.ndim < 2:
+        return scale
+    return scale.reshape(-1, scale.shape[-1]).at[slots].get(mode="clip")
+
+
 def store_entries(buffer: jax.Array, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> jax.Array:
     """The buffer with encoded entries [..., H, width] stored at `slots` [...]; slots outside the cache are skipped."""
     rows, first = view_as(rows, buffer.dtype), 0

@@ -109,7 +109,7 @@ class WriteKV(CacheCall[jax.Array, KVEntry]):
     slot_mapping: jax.Array
     """[T]."""
     k_scale: jax.Array | None
-    """float32, a scalar or [H]; None if the format has no scale."""
+    """float32, a scalar, [H] or, by slot, [num_blocks, block_size, H]; None if the format has no scale."""
     v_scale: jax.Array | None
 
     def run_on(self, kernels: "Kernels") -> jax.Array:
@@ -419,8 +419,11 @@ class DecodeKV(DecodeCall[KVEntry]):
 
 
 @record
-class DecodeMLASparse(CacheCall[tuple[jax.Array, jax.Array], MLAEntry]):
-    """Absorbed attention to the given slots of a cache, or of two: out [B, Q, Hq, value_dim] and lse [B, Q, Hq]."""
+class DecodeMLASparse(CacheCall[tuple[jax.Array, jax.Array, jax.Array | None], MLAEntry]):
+    """Absorbed attention to the given slots of a cache, or of two.
+
+    Returns out [B, Q, Hq, value_dim], float32 lse [B, Q, Hq], and the largest logits, float32 [B, Q, Hq], or None.
+    """
 
     operation = "decode_mla_sparse"
     q_latent: jax.Array
@@ -440,12 +443,14 @@ class DecodeMLASparse(CacheCall[tuple[jax.Array, jax.Array], MLAEntry]):
     """The slots of a second cache."""
     logit_cap: float | None = field(metadata=STATIC)
     batch_invariant: bool = field(metadata=STATIC)
+    max_logits: bool = field(metadata=STATIC)
+    """Whether the largest logits are returned."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         return (self.entry,) if self.extra is None else (self.entry, self.extra.entry)
 
-    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array, jax.Array | None]:
         return kernels.decode_mla_sparse(self)
 
 
@@ -841,6 +846,20 @@ def later_token_reasons(call: DecodeCall[Any] | PlanDecode) -> Iterator[str]:
         yield f"a window in which query tokens see {seen} after their own: supports none, as under a causal mask"
 
 
+def max_logits_reasons(call: DecodeMLASparse) -> Iterator[str]:
+    """A reason against a call that returns the largest logits, for kernels that do not store them."""
+    if call.max_logits:
+        yield "`return_max_logits`: returns results and log-sum-exps only"
+
+
+def token_scale_reasons(call: Call[Any]) -> Iterator[str]:
+    """Reasons against scales per token, for kernels that support scales per tensor and per head."""
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(call, name, None)
+        if scale is not None and scale.ndim > 1:
+            yield f"`{name}` per token: supports a scalar, or one scale per head"
+
+
 _SUPPORT = "_support"
 
 
@@ -922,7 +941,7 @@ class Kernels:
     def decode_kv(self, call: DecodeKV) -> tuple[jax.Array, jax.Array]:
         raise NotImplementedError
 
-    def decode_mla_sparse(self, call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
+    def decode_mla_sparse(self, call: DecodeMLASparse) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         raise NotImplementedError
 
     def prefill_mla(self, call: PrefillMLA) -> tuple[jax.Array, jax.Array]:

@@ -76,6 +76,16 @@ def indexer_logits(tables=TABLES, lengths=LENGTHS, layer=0):
     return jaxkv.indexer_logits(q, weights, cache, ints(tables), ints(lengths), layer=layer, max_len=5)
 
 
+def ragged_indexer_logits(tables=TABLES, lengths=LENGTHS, layer=0, cu_q_lens=(0, 1, 3)):
+    q, weights, cache = jnp.ones((3, 2, 8)), jnp.ones((3, 2)), jaxkv.KVCache.zeros(INDEXER)
+    options = {"layer": layer, "max_len": 5, "cu_q_lens": ints(cu_q_lens)}
+    return jaxkv.indexer_logits(q, weights, cache, ints(tables), ints(lengths), **options)
+
+
+def select_topk(lengths=(5, 0)):
+    return jaxkv.select_topk(jnp.ones((2, 5)), 2, lengths=ints(lengths))
+
+
 def gather_mla(tables=TABLES, cu_seq_lens=(0, 7, 10), starts=None, layer=0, total=10):
     starts = None if starts is None else ints(starts)
     cache = jaxkv.KVCache.zeros(MLA)
@@ -155,6 +165,7 @@ OPERATIONS = (
     decode_kv,
     decode_mla_sparse,
     indexer_logits,
+    select_topk,
     gather_mla,
     gather_kv,
     gather_indexer_k,

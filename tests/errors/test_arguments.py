@@ -139,6 +139,29 @@ SCALES = [
         lambda a: write_kv(a, cache=a.kv_fp8, k_scale=[1.0, 1.0], v_scale=1.0),
         ["`k_scale`", "[1.0, 1.0]", "array"],
     ),
+    ("q_scale of float32 queries", lambda a: decode_mla(a, q_scale=0.5), ["`q_scale` is 0.5", "float32", "`scale`"]),
+    (
+        "q_scale of pairs",
+        lambda a: decode_kv(a, q=a.q.astype("float8_e4m3fn"), q_scale=jnp.ones((6, 1))),
+        ["`q_scale`", "(6, 1)", "scalar, or [Hq] = [6]"],
+    ),
+    (
+        "q_scale of KV heads",
+        lambda a: decode_kv(a, q=a.q.astype("float8_e4m3fn"), q_scale=jnp.ones(2)),
+        ["`q_scale`", "(2,)", "[Hq] = [6]"],
+    ),
+    (
+        "negative q_scale",
+        lambda a: decode_mla_sparse(
+            a, **{name: getattr(a, name)[:, None].astype("float8_e4m3fn") for name in ("q_latent", "q_pe")}, q_scale=-1
+        ),
+        ["`q_scale` is -1", "positive"],
+    ),
+    (
+        "a k_scale of tokens in another order",
+        lambda a: decode_kv(a, cache=a.kv_fp8, k_scale=jnp.ones((6, 2, 4)), v_scale=1.0),
+        ["`k_scale`", "(6, 2, 4)", "[num_blocks, block_size, H] = [6, 4, 2]"],
+    ),
     ("no softmax scale", lambda a: decode_mla(a, scale=None), ["`scale`", "None", "expected a number"]),
     (
         "softmax scale of a prefill that is not static",
@@ -262,6 +285,7 @@ STATICS = [
             (decode_mla, "return_lse"),
             (decode_kv, "return_lse"),
             (decode_mla_sparse, "return_lse"),
+            (decode_mla_sparse, "return_max_logits"),
             (prefill_mla, "return_lse"),
             (prefill_kv, "return_lse"),
             (decode_mla_sparse, "batch_invariant"),

@@ -190,6 +190,32 @@ SHAPES = [
         lambda a: gather_mla(a, seq_starts=a.cu_seq_lens),
         ["`seq_starts`", "(3,)", "[B] = [2]"],
     ),
+    (
+        "lengths of two tokens per request",
+        lambda a: indexer_logits(a, seq_lens=a.tables[:, :2]),
+        ["`seq_lens`", "(2, 2)", "[B, Q] = [2, 1]"],
+    ),
+    (
+        "q with requests and cu_q_lens",
+        lambda a: indexer_logits(a, cu_q_lens=a.cu_seq_lens),
+        ["`q`", "(2, 1, 7, 16)", "[T, Hi, D]"],
+    ),
+    (
+        "lengths of tokens and cu_q_lens",
+        lambda a: indexer_logits(
+            a, q=a.q_indexer[:, 0], weights=a.weights[:, 0], seq_lens=a.tables[:, :1], cu_q_lens=a.cu_seq_lens
+        ),
+        ["`seq_lens`", "(2, 1)", "[B] = [2]"],
+    ),
+    (
+        "no ragged queries of the indexer",
+        lambda a: indexer_logits(a, q=a.q_indexer[:0, 0], weights=a.weights[:0, 0], cu_q_lens=a.cu_seq_lens),
+        ["`q`", "(0, 7, 16)", "T at least 1"],
+    ),
+    ("lengths of logits", lambda a: select_topk(a, lengths=a.logits), ["`lengths`", "(2, 20)", "[n1] = [2]"]),
+    ("one length", lambda a: select_topk(a, lengths=a.lengths[0]), ["`lengths`", "()", "[n1] = [2]"]),
+    ("float lengths of logits", lambda a: select_topk(a, lengths=a.lengths * 1.0), ["`lengths`", "float32", "int32"]),
+    ("length of an int", lambda a: select_topk(a, lengths=3), ["`lengths` is a int", "[n1]"]),
     ("no logits", lambda a: select_topk(a, logits=a.logits[0, 0]), ["`logits`", "float32[]", "float32 [..., N]"]),
     (
         "positions of rank 2",
@@ -327,6 +353,16 @@ DTYPES = [
         "int q_latent",
         lambda a: decode_mla(a, q_latent=a.q_latent.astype(int)),
         ["`q_latent`", "dtype int32", "bfloat16"],
+    ),
+    (
+        "q_pe of bf16 beside e4m3",
+        lambda a: decode_mla(a, q_latent=a.q_latent.astype("float8_e4m3fn"), q_pe=a.q_pe.astype("bfloat16")),
+        ["`q_pe`", "dtype bfloat16", "expected float8_e4m3fn"],
+    ),
+    (
+        "e5m2 q_latent",
+        lambda a: decode_mla(a, q_latent=a.q_latent.astype("float8_e5m2")),
+        ["`q_latent`", "dtype float8_e5m2", "float8_e4m3fn"],
     ),
     (
         "e5m2 q of attention",

@@ -41,6 +41,7 @@ MODES = {
     "decode_mla_sparse": BOTH,
     "decode_mla_sparse, of two caches": BOTH,
     "indexer_logits": FORWARD,
+    "indexer_logits, ragged": FORWARD,
     "select_topk": NO_FLOATS,
     "positions_to_slots": NO_FLOATS,
     "select_slots": NO_FLOATS,

@@ -55,6 +55,14 @@ class TestDecodeMLASparse(suites.DecodeMLASparse):
     implementation = "xla"
 
 
+class TestMaxLogits(suites.MaxLogits):
+    implementation = "xla"
+
+
+class TestTokenScales(suites.TokenScales):
+    implementation = "xla"
+
+
 class TestExtraSlots(suites.ExtraSlots):
     implementation = "xla"
     forms = (

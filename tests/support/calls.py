@@ -138,6 +138,7 @@ def _decode_kv(n, d):
 
 def _decode_kv_ragged(n, d):
     options = dict(layer=d.layer(), scale=0.3, cu_q_lens=d.running_sum(n.B, n.T), return_lse=True, causal=False)
+    options["q_scale"] = 0.5 + abs(d.floats(n.H))
     return dict(q=d.floats(n.T, n.H, 8).astype(jnp.float8_e4m3fn), cache=d.cache(KV), **d.tables(n), **options)
 
 
@@ -156,7 +157,7 @@ def _plan_decode_ragged(n, d):
 
 def _decode_mla_sparse(n, d):
     chosen = {"slots": d.ints(-1, 24, n.B, n.Q, n.K), "counts": d.ints(1, 4, n.B, n.Q)}
-    options = dict(layer=d.layer(), scale=d.floats(), sinks=d.floats(n.H), return_lse=True)
+    options = dict(layer=d.layer(), scale=d.floats(), sinks=d.floats(n.H), return_lse=True, return_max_logits=True)
     return dict(**_mla_queries(n, d, n.B, n.Q), cache=d.cache(MLA), **chosen, **options)
 
 
@@ -168,6 +169,11 @@ def _decode_mla_sparse_of_two(n, d):
 def _indexer(n, d):
     queries = {"q": d.floats(n.B, n.Q, n.H, 8), "weights": d.floats(n.B, n.Q, n.H)}
     return dict(**queries, cache=d.cache(INDEXER), **d.tables(n), layer=d.layer(), max_len=7)
+
+
+def _indexer_ragged(n, d):
+    queries = {"cu_q_lens": d.running_sum(n.B, n.T), "q": d.floats(n.T, n.H, 8), "weights": d.floats(n.T, n.H)}
+    return dict(**queries, **d.tables(n), cache=d.cache(INDEXER), layer=d.layer(), max_len=7)
 
 
 def _merge_states(n, d):
@@ -297,7 +303,8 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "decode_mla_sparse": _decode_mla_sparse,
     "decode_mla_sparse, of two caches": _decode_mla_sparse_of_two,
     "indexer_logits": _indexer,
-    "select_topk": lambda n, d: dict(logits=d.floats(n.B, n.N), k=3),
+    "indexer_logits, ragged": _indexer_ragged,
+    "select_topk": lambda n, d: dict(logits=d.floats(n.B, n.N), k=3, lengths=d.ints(0, 9, n.B)),
     "positions_to_slots": lambda n, d: dict(
         positions=d.ints(-1, 9, n.B, n.Q, n.K), block_tables=d.distinct(6, n.B, n.M), block_size=4
     ),

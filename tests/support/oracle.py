@@ -380,6 +380,17 @@ FORMATS = {
 }
 
 
+def without_scale(q, q_scale, dtype):
+    """Queries of e4m3 [..., H, D] in float64, as an operation multiplies them that converts queries to `dtype`.
+
+    Those of a head are rounded once, after a product with the quotient of its scale and the largest one.
+    """
+    scale = np.asarray(q_scale, np.float32)
+    share = np.broadcast_to(scale / scale.max(), q.shape[-2:-1])
+    rounded = (np.asarray(q).astype(np.float32) * share[:, None]).astype(dtype)
+    return rounded.astype(np.float64) * np.float64(scale.max())
+
+
 ROPE_IN_VALUES = ("fp8_v4", "fp8_v41", "fp8_v41_split", "fp4_v41", "fp4_v41_split")
 """Formats of models that attend to whole entries: DeepSeek V4 has one head that is key and value."""
 

@@ -136,6 +136,14 @@ ExtraCache(kv_cache, slots, 0)
 ExtraCache(cache, slots)
 # attribute: with return_lse, two arrays are returned
 jaxkv.decode_mla_sparse(q[:, None], q_pe[:, None], cache, slots, layer=0, scale=0.1, return_lse=True).dtype
+# assigned: with return_max_logits, two arrays are returned
+one: jax.Array = jaxkv.decode_mla_sparse(
+    q[:, None], q_pe[:, None], cache, slots, layer=0, scale=0.1, return_max_logits=True
+)
+# missing: the scale of queries for a plan
+jaxkv.plan_decode(cache, tables, lengths, num_heads=16, q_scale=0.5)
+# argument: scales of queries as a list
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, q_scale=[0.5] * 16)
 # missing: no number of heads
 jaxkv.plan_decode(cache, tables, lengths)
 # argument: an indexer's cache has no attention to plan

@@ -222,9 +222,9 @@ class MLAEntry(Entry):
         """The values of an entry that attention sums (V): the latent, and in formats of DeepSeek V4 the rotary part."""
         return self.latent + self.rope * self.codec.rope_in_values
 
-    def keys_and_values(self, row, dtype) -> tuple[jax.Array, jax.Array]:
+    def keys_and_values(self, row, dtype, scales=(None, None)) -> tuple[jax.Array, jax.Array]:
         """Converts stored elements [..., width] to keys [..., R + P] and values [..., V] of `dtype`."""
-        keys = jnp.concatenate(self.decode(row, dtype), axis=-1)
+        keys = jnp.concatenate(self.decode(row, dtype, scales), axis=-1)
         return keys, keys[..., : self.value_dim]
 
 
@@ -248,9 +248,9 @@ class KVEntry(Entry):
         """D under the name "K", Dv under "V"."""
         return {"K": self.head_dim, "V": self.value_dim}
 
-    def keys_and_values(self, row, dtype) -> tuple[jax.Array, jax.Array]:
+    def keys_and_values(self, row, dtype, scales=(None, None)) -> tuple[jax.Array, jax.Array]:
         """Converts stored elements [..., width] to keys [..., D] and values [..., Dv] of `dtype`."""
-        keys, values = self.decode(row, dtype)
+        keys, values = self.decode(row, dtype, scales)
         return keys, values
 
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode, later_token_reasons
+from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode, later_token_reasons, token_scale_reasons
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.mosaic_gpu import gqa, mla_dense, mla_dense_swap_ab, mla_sparse, quantised_swap_ab
 from jaxkv_kernels.mosaic_gpu.attention_reasons import query_dtype
@@ -178,6 +178,7 @@ def kv_unsupported_reasons(call: DecodeKV) -> Iterator[str]:
     yield from _kernel_reasons(call)
     yield from query_dtype(call.entry, call.dtype, "`q`")
     yield from too_large(call.logit_cap)
+    yield from token_scale_reasons(call)
 
 
 def plan_unsupported_reasons(call: PlanDecode) -> Iterator[str]:

@@ -49,6 +49,7 @@ from jaxkv_kernels.calls import (
     WriteIndexerK,
     WriteKV,
     WriteMLA,
+    token_scale_reasons,
 )
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry
@@ -88,6 +89,7 @@ def gather_entries(call: GatherEntries) -> jax.Array:
 
 def write_unsupported_reasons(call: Write) -> Iterator[str]:
     """Reasons against a call that writes entries."""
+    yield from token_scale_reasons(call)
     if isinstance(call, WriteMLA) and call.cos_sin is not None:
         yield from _conversion_reasons(call.entry, call.pages, call.buffer.dtype.itemsize)
         if not call.interleaved and call.entry.sizes[-1] % (2 * CHUNK):
@@ -98,6 +100,7 @@ def write_unsupported_reasons(call: Write) -> Iterator[str]:
 
 def gather_unsupported_reasons(call: Gather | Read) -> Iterator[str]:
     """Reasons against a call that gathers entries."""
+    yield from token_scale_reasons(call)
     yield from _move_reasons(call, [call.dtype])
 
 

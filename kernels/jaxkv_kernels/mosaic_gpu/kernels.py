@@ -99,8 +99,9 @@ class MosaicGPU(Kernels):
         return decode.decode_mla(call)
 
     @supports(_MLA, mla_sparse.unsupported_reasons, _on(WGMMA))
-    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
-        return mla_sparse.decode_mla_sparse(call)
+    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array, None]:
+        out, lse = mla_sparse.decode_mla_sparse(call)
+        return out, lse, None
 
     @supports(_KV, decode.kv_unsupported_reasons, _on(WGMMA))
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:

@@ -81,7 +81,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing import Pages, lengths_in_table, slots_for, table_tokens
-from jaxkv_kernels.calls import DecodeCall, DecodeMLA, DecodeMLASparse, PlanDecode
+from jaxkv_kernels.calls import DecodeCall, DecodeMLA, DecodeMLASparse, PlanDecode, max_logits_reasons
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, query_dtype
 from jaxkv_kernels.mosaic_gpu.combine import combine
@@ -205,6 +205,7 @@ def unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
     yield from gathered_reasons(entry, call.pages, call.buffer)
     yield from query_dtype(entry, call.q_latent.dtype, "`q_latent`")
     yield from too_large(call.logit_cap)
+    yield from max_logits_reasons(call)
 
 
 def gathered_reasons(entry: MLAEntry, pages: Pages, buffer) -> Iterator[str]:
@@ -651,6 +652,7 @@ def decode_by_slots(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
         entry=call.entry,
         logit_cap=call.logit_cap,
         batch_invariant=False,
+        max_logits=False,
     )
     config = config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads)
     return _attend_and_combine(by_slots, call.plan, config=config, interpret=bool(interpreting.value))

@@ -35,6 +35,7 @@ from jaxkv_kernels.calls import (
     WriteIndexerK,
     WriteKV,
     WriteMLA,
+    token_scale_reasons,
 )
 from jaxkv_kernels.formats import indexer_fp8
 from jaxkv_kernels.formats.entries import Entry
@@ -65,6 +66,7 @@ WriteCall = WriteMLA | WriteKV | WriteIndexerK
 
 def write_unsupported_reasons(call: WriteCall | GatherCall | ReadCall) -> Iterator[str]:
     """Reasons against a call that stores entries."""
+    yield from token_scale_reasons(call)
     for size in call.entry.sizes:
         if size > TILE_LIMIT:
             yield f"part of {size} values: supports at most {TILE_LIMIT}, which is what a tile may have in Triton"

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.calls import DecodeKV, PlanDecode, later_token_reasons
+from jaxkv_kernels.calls import DecodeKV, PlanDecode, later_token_reasons, token_scale_reasons
 from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.scores import too_large
 from jaxkv_kernels.triton.attention import (
@@ -89,6 +89,7 @@ def unsupported_reasons(call: DecodeKV) -> Iterator[str]:
     yield from entry_reasons(call.entry, call.q.dtype)
     yield from later_token_reasons(call)
     yield from too_large(call.logit_cap)
+    yield from token_scale_reasons(call)
 
 
 def entry_reasons(entry: KVEntry, dtype) -> Iterator[str]:

@@ -92,8 +92,9 @@ class Triton(Kernels):
         return gqa.decode_kv(call)
 
     @supports(_MLA, mla.sparse_unsupported_reasons, _unavailable_reasons)
-    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
-        return mla.decode_mla_sparse(call)
+    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array, None]:
+        out, lse = mla.decode_mla_sparse(call)
+        return out, lse, None
 
     @supports(_MLA, entries.gather_unsupported_reasons, _unavailable_reasons)
     def prefill_mla(self, call: calls.PrefillMLA) -> tuple[jax.Array, jax.Array]:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode, later_token_reasons
+from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode, later_token_reasons, max_logits_reasons
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.scores import too_large, with_sinks
@@ -146,6 +146,7 @@ def sparse_unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
         yield from entry_reasons(entry)
     yield from too_large(call.logit_cap)
     yield from batch_invariant_reasons(call)
+    yield from max_logits_reasons(call)
 
 
 def entry_reasons(entry: MLAEntry) -> Iterator[str]:

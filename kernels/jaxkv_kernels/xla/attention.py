@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv_kernels.addressing import lengths_in_table, load_entries
+from jaxkv_kernels.addressing import lengths_in_table, load_entries, scale_at
 from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, MergeStates
 from jaxkv_kernels.xla.paged import bytes_per_request, chunk_slots, chunk_tokens, chunks_seen, in_parts, query_ranges
 from jaxkv_kernels.xla.softmax import attend
@@ -26,14 +26,19 @@ def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
 @jax.jit
 def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
     """Grouped-query attention: out [B, Q, Hq, Dv] and lse [B, Q, Hq]."""
-    kv_heads = call.pages.num_heads
-    dtype = jnp.float32 if call.entry.codec.in_float32 else call.q.dtype
+    kv_heads, scales = call.pages.num_heads, (call.k_scale, call.v_scale)
+    dtype = jnp.float32 if call.entry.codec.in_float32 or any(map(_per_token, scales)) else call.q.dtype
 
     def grouped(q: jax.Array) -> jax.Array:
         batch, tokens, heads, size = q.shape
         return q.astype(dtype).reshape(batch, tokens, kv_heads, heads // kv_heads, size)
 
-    return _attend_pages(call, (call.q,), grouped, (call.k_scale, call.v_scale), kv_heads * sum(call.entry.sizes))
+    return _attend_pages(call, (call.q,), grouped, scales, kv_heads * sum(call.entry.sizes))
+
+
+def _per_token(scale: jax.Array | None) -> bool:
+    """Whether there is a scale per token and head."""
+    return scale is not None and scale.ndim > 1
 
 
 def _attend_pages(
@@ -49,10 +54,12 @@ def _attend_pages(
       call: the cache and its block tables, and the options of attention.
       queries: arrays [B, Q, Hq, ...].
       grouped: joins these to one array [B, Q, H, Hq / H, D], of the dtype of products.
-      scales: those of keys and of values.
+      scales: those of keys and of values.  Scales per token multiply the entries, others the scores and the results.
       width: numbers per token of keys and values together.
     """
     pages, entry = call.pages, call.entry
+    by_token = [scale if _per_token(scale) else None for scale in scales]
+    k_scale, v_scale = (None if _per_token(scale) else scale for scale in scales)
     chunk = chunk_tokens(pages.block_size, call.block_tables)
     lengths = lengths_in_table(call.seq_lens, call.block_tables, pages.block_size)
     _, tokens, heads, _ = queries[0].shape
@@ -64,21 +71,21 @@ def _attend_pages(
         def load(i):
             positions, slots = chunk_slots(block_tables, i, chunk=chunk, block_size=pages.block_size)
             rows, valid = load_entries(call.buffer, pages, entry, slots, call.layer)
-            keys, values = entry.keys_and_values(rows, q.dtype)
+            keys, values = entry.keys_and_values(rows, q.dtype, [scale_at(scale, slots) for scale in by_token])
             seen = valid[:, None] & (positions < ends[..., None]) & (positions >= begins[..., None])
             return keys, values, seen
 
         # Under a causal mask, the last query token of a request sees all its tokens.
         first, last = chunks_seen(begins, ends, lengths if call.ahead == 0 else ends, chunk)
-        out, lse = attend(
+        out, lse, _ = attend(
             q,
             load,
             first,
             last,
             value_dim=entry.value_dim,
             scale=call.scale,
-            k_scale=scales[0],
-            v_scale=scales[1],
+            k_scale=k_scale,
+            v_scale=v_scale,
             logit_cap=call.logit_cap,
         )
         rows = queries[0].shape[:-1]

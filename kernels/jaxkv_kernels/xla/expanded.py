@@ -102,7 +102,7 @@ def _attention(q, k, v, first, ends, scale: float) -> tuple[jax.Array, jax.Array
         return chunk_k, chunk_v, seen
 
     grouped = q.reshape(batch, tokens, kv_heads, -1, q.shape[-1])
-    out, lse = attend(
+    out, lse, _ = attend(
         grouped, load, 0, -(-ends.max() // size), value_dim=v.shape[-1], scale=jnp.float32(scale),
         k_scale=None, v_scale=None, logit_cap=None,
     )  # fmt: skip

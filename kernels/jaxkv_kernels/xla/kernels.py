@@ -88,7 +88,7 @@ class XLA(Kernels):
         return attention.decode_kv(call)
 
     @supports(_MLA, _batch_invariant_reasons)
-    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
+    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         return sparse.decode_mla_sparse(call)
 
     @supports(_MLA)

@@ -21,9 +21,11 @@ from support.suites.attention.decode_mla import assert_batch_invariant as assert
 from support.suites.attention.decode_mla import queries as queries
 from support.suites.attention.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse
 from support.suites.attention.decode_mla_sparse import DecodeMLASparseChecks as DecodeMLASparseChecks
+from support.suites.attention.decode_mla_sparse import MaxLogits as MaxLogits
 from support.suites.attention.extra_slots import ExtraSlots as ExtraSlots
 from support.suites.attention.extra_slots import ExtraSlotsChecks as ExtraSlotsChecks
 from support.suites.attention.merge import Merge as Merge
+from support.suites.attention.token_scales import TokenScales as TokenScales
 from support.suites.base import assert_a_scan_stacks as assert_a_scan_stacks
 from support.suites.base import layout_of as layout_of
 from support.suites.blocks import BlockChecks as BlockChecks

@@ -138,6 +138,28 @@ class DecodeKV(DecodeKVChecks):
         out = self.decode(q[:, 0], cache, scene, 1, return_lse=False)
         assert (out.shape, out.dtype) == ((*q[:, 0].shape[:-1], entry.value_dim), converted.dtype)
 
+    @pytest.mark.parametrize("q_scale", [further(0.3), np.linspace(0.1, 0.7, 6, dtype=np.float32)])
+    def test_scales_of_e4m3_queries(self, q_scale):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        q = self.query(entry, len(scene.lengths), 2, 6).astype("float8_e4m3fn")
+        found = self.decode(q, cache, scene, 1, q_scale=q_scale)
+        right = self.truth(oracle.without_scale(q, q_scale, dtype_of(entry)), scene)
+        assert_close(found[0], np.stack(right[0]), roundings=64 if self.exact == "f32" else 4, magnitude=1)
+        assert_close(found[1], np.stack(right[1]), roundings=64, magnitude=4)
+
+    @pytest.mark.ci
+    def test_one_scale_for_the_queries_of_all_heads_is_the_same_scale_for_each(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache, q = scene.twin(layout_of("BLNHC", entry, num_heads=2)), self.query(entry, len(scene.lengths), 2, 6)
+        found = [
+            self.decode(q.astype("float8_e4m3fn"), cache, scene, 0, q_scale=scale) for scale in (0.3, np.full(6, 0.3))
+        ]
+        for a, b in zip(*found, strict=True):
+            assert_same_bits(a, b)
+
     @pytest.mark.parametrize("sizes", [(512, 512), (320, 64)])
     def test_large_heads(self, sizes):
         entry = jaxkv.KVEntry(self.exact, *sizes)

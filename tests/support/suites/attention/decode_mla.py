@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.cases import each_value, on_layouts
+from support.cases import each_value, further, on_layouts
 from support.compare import EPSILON, assert_close, assert_same_bits
 from support.suites.attention.decode_kv import BOTH_SIDES, OPTIONS, TOKENS, options_of
 from support.suites.base import (
@@ -142,6 +142,20 @@ class DecodeMLA(DecodeMLAChecks):
         scene = scenes.scene(entry, block_size=block_size)
         layout = layout_of("packed, uint8", entry, block_size=block_size)
         self.check(queries(entry, len(scene.lengths), self.tokens, self.heads), scene.cache(layout, 1), scene, 1)
+
+    @pytest.mark.parametrize("q_scale", [None, further(0.3), further(np.linspace(0.1, 0.7, 3, dtype=np.float32))])
+    def test_queries_of_e4m3(self, q_scale):
+        entry = self.entry("fp8")
+        scene = scenes.scene(entry)
+        cache = scene.cache(layout_of("BLNHC", entry), 1)
+        q = queries(entry, len(scene.lengths), 2, 3, "float8_e4m3fn")
+        out, lse = self.decode(q, cache, scene, 1, q_scale=q_scale)
+        right = self.truth(
+            [oracle.without_scale(x, 1 if q_scale is None else q_scale, dtype_of(entry)) for x in q], scene
+        )
+        assert out.dtype == dtype_of(entry)
+        assert_close(out, np.stack(right[0]), roundings=4, magnitude=1)
+        assert_close(lse, np.stack(right[1]), roundings=64, magnitude=4)
 
     @pytest.mark.parametrize("heads", [1, 9, 128])
     def test_head_counts(self, heads):
