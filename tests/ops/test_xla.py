@@ -43,6 +43,14 @@ class TestKVWindowsOfBothSides(suites.KVWindowsOfBothSides):
     implementation = "xla"
 
 
+class TestMLATreeMasks(suites.MLATreeMasks):
+    implementation = "xla"
+
+
+class TestKVTreeMasks(suites.KVTreeMasks):
+    implementation = "xla"
+
+
 class TestDecodeMLASparse(suites.DecodeMLASparse):
     implementation = "xla"
 

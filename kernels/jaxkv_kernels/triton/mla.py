@@ -191,6 +191,8 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
         logit_cap=call.logit_cap,
         window=None,
         ahead=0,
+        tree=None,
+        mask=None,
         q_latent=call.q_latent.reshape(requests, 1, heads, -1),
         q_pe=call.q_pe.reshape(requests, 1, heads, -1),
         kv_scale=call.kv_scale,
