@@ -280,7 +280,9 @@ def static_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def window_of(window: Any, causal: Any, capacity: int, q_len: int | None = None) -> tuple[int | None, int | None]:
+def window_of(
+    window: Any, causal: Any, capacity: int, q_len: int | None = None, *, tree: bool = False
+) -> tuple[int | None, int | None]:
     """`window` and `causal` as kernels expect them.
 
     Args:
@@ -288,6 +290,7 @@ def window_of(window: Any, causal: Any, capacity: int, q_len: int | None = None)
       causal: as in `decode_mla`.
       capacity: the tokens of a block table.
       q_len: query tokens per request; None if requests may have any number.
+      tree: whether a `tree_mask` replaces the causal mask.
 
     Returns:
       `window` and `ahead` of `jaxkv_kernels.calls.DecodeCall`: how many tokens a query token sees up to its own, and
@@ -300,7 +303,8 @@ def window_of(window: Any, causal: Any, capacity: int, q_len: int | None = None)
     causal = static_bool("causal", causal)
     left, right = (-1, -1) if window is None else _sides(window, causal)
     behind = left + 1 if 0 <= left < min(capacity, MAX_SLOTS) - 1 else None
-    if causal or (behind is not None and q_len == 1):  # no token comes after the only query token
+    alone = behind is not None and q_len == 1  # no token comes after the only query token
+    if (causal or alone) and not tree:
         return behind, 0
     # The query tokens are the last ones of their request: at most `q_len` - 1 tokens come after any of them.
     most = MAX_SLOTS if q_len is None else q_len - 1

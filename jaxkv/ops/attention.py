@@ -24,9 +24,9 @@ from jaxkv.checks import (
     query_scale,
     softmax_scale,
     static_bool,
-    window_of,
 )
 from jaxkv.dispatch import Implementations
+from jaxkv.ops.masking import mask_fields
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.plan import DecodePlan, groups_of, run_planned
 from jaxkv.ops.ragged_queries import Arrangement, arrange
@@ -34,6 +34,7 @@ from jaxkv.ops.samples import PAGED, sample_options, sample_queries
 from jaxkv_kernels import calls
 from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
+from jaxkv_kernels.masks import Mask
 from jaxkv_kernels.scores import with_sinks
 
 
@@ -52,6 +53,8 @@ def decode_mla(
     logit_cap: float | None = None,
     window: int | tuple[int, int] | None = None,
     causal: bool = True,
+    mask: Mask | None = None,
+    tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
     return_lse: Literal[False] = False,
@@ -73,6 +76,8 @@ def decode_mla(
     logit_cap: float | None = None,
     window: int | tuple[int, int] | None = None,
     causal: bool = True,
+    mask: Mask | None = None,
+    tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
     return_lse: Literal[True],
@@ -93,6 +98,8 @@ def decode_mla(
     logit_cap: float | None = None,
     window: int | tuple[int, int] | None = None,
     causal: bool = True,
+    mask: Mask | None = None,
+    tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
     return_lse: bool = False,
@@ -174,11 +181,15 @@ def decode_mla(
     (q_latent, q_pe), scale = in_float((q_latent, q_pe), q_scale, softmax_scale(scale), cache.layout.entry.input_dtype)
     if sinks is not None:
         dims.check("sinks", sinks, "Hq", ("float32",))
+    requests = request_fields(dims, cache, block_tables, seq_lens, layer)
+    q_len = dims["Q"] if axes == "B Q Hq" else None
+    tokens = 1 if axes == "B Hq" else q_len
+    masks = {"window": window, "causal": causal, "mask": mask, "tree_mask": tree_mask}
     call = calls.DecodeMLA(
         q_latent=q_latent,
         q_pe=q_pe,
-        **request_fields(dims, cache, block_tables, seq_lens, layer),
-        **_window_fields(dims, cache, axes, window, causal),
+        **requests,
+        **mask_fields(dims, requests, tokens, cu_q_lens=cu_q_lens, **masks),
         kv_scale=entry_scale("kv_scale", kv_scale, cache),
         scale=scale,
         logit_cap=logit_cap_of(logit_cap),
@@ -188,7 +199,7 @@ def decode_mla(
     arrangement = arrange(
         call,
         dims,
-        q_len=dims["Q"] if axes == "B Q Hq" else None,
+        q_len=q_len,
         cu_q_lens=cu_q_lens,
         groups=groups_of(plan, None if cu_q_lens is None else dims["T"]),
     )
@@ -214,6 +225,8 @@ def decode_kv(
     logit_cap: float | None = None,
     window: int | tuple[int, int] | None = None,
     causal: bool = True,
+    mask: Mask | None = None,
+    tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
     return_lse: Literal[False] = False,
@@ -235,6 +248,8 @@ def decode_kv(
     logit_cap: float | None = None,
     window: int | tuple[int, int] | None = None,
     causal: bool = True,
+    mask: Mask | None = None,
+    tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
     return_lse: Literal[True],
@@ -255,6 +270,8 @@ def decode_kv(
     logit_cap: float | None = None,
     window: int | tuple[int, int] | None = None,
     causal: bool = True,
+    mask: Mask | None = None,
+    tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
     return_lse: bool = False,
@@ -311,10 +328,14 @@ def decode_kv(
     (q,), scale = in_float((q,), q_scale, softmax_scale(scale), cache.layout.entry.input_dtype)
     if sinks is not None:
         dims.check("sinks", sinks, "Hq", ("float32",))
+    requests = request_fields(dims, cache, block_tables, seq_lens, layer)
+    q_len = dims["Q"] if axes == "B Q Hq" else None
+    tokens = 1 if axes == "B Hq" else q_len
+    masks = {"window": window, "causal": causal, "mask": mask, "tree_mask": tree_mask}
     call = calls.DecodeKV(
         q=q,
-        **request_fields(dims, cache, block_tables, seq_lens, layer),
-        **_window_fields(dims, cache, axes, window, causal),
+        **requests,
+        **mask_fields(dims, requests, tokens, cu_q_lens=cu_q_lens, **masks),
         k_scale=entry_scale("k_scale", k_scale, cache, heads=True),
         v_scale=entry_scale("v_scale", v_scale, cache, heads=True),
         scale=scale,
@@ -325,7 +346,7 @@ def decode_kv(
     arrangement = arrange(
         call,
         dims,
-        q_len=dims["Q"] if axes == "B Q Hq" else None,
+        q_len=q_len,
         cu_q_lens=cu_q_lens,
         groups=groups_of(plan, None if cu_q_lens is None else dims["T"]),
     )
@@ -395,13 +416,6 @@ def request_fields(dims: Dims, cache: KVCache, block_tables, seq_lens, layer) ->
         "seq_lens": int32(seq_lens),
         "layer": layer_index(layer, cache),
     }
-
-
-def _window_fields(dims: Dims, cache: KVCache, axes: str, window, causal) -> dict[str, Any]:
-    """The fields of a call that define its mask, checked; `axes` are those of `query_axes`."""
-    q_len = dims["Q"] if axes == "B Q Hq" else 1 if axes == "B Hq" else None
-    window, ahead = window_of(window, causal, dims["M"] * cache.layout.block_size, q_len)
-    return {"window": window, "ahead": ahead}
 
 
 def _check_seen(cache: KVCache, call: calls.DecodeCall[Any], arrangement: Arrangement, cu_q_lens) -> None:

@@ -9,13 +9,15 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.checks import Dims, check_cache, float_dtype, int32, positive_int, static_bool, window_of
+from jaxkv.checks import Dims, check_cache, float_dtype, int32, positive_int, static_bool
 from jaxkv.dispatch import BACKENDS, Implementations, choose, run_kernel
+from jaxkv.ops.masking import mask_fields
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.ragged_queries import Arrangement, Groups, arrange
 from jaxkv.ops.samples import HEADS, PAGED
 from jaxkv_kernels import calls
 from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
+from jaxkv_kernels.masks import Mask
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,9 @@ class Shape:
     window: int | None
     ahead: int | None
     """Both as in `jaxkv_kernels.calls.DecodeCall`."""
+    tree: int | None
+    """How many new tokens a `tree_mask` has columns for; None without one."""
+    mask: Mask | None
     entry: Entry
     dtype: str
     """The dtype of the queries."""
@@ -54,6 +59,8 @@ class Shape:
             q_len=call.q_len,
             window=call.window,
             ahead=call.ahead,
+            tree=None if call.tree is None else call.tree.seen.shape[-1],
+            mask=call.mask,
             entry=call.entry,
             dtype=str(call.dtype),
         )
@@ -84,6 +91,8 @@ def plan_decode(
     q_len: int = 1,
     window: int | tuple[int, int] | None = None,
     causal: bool = True,
+    mask: Mask | None = None,
+    tree_mask: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
     total: int | None = None,
     dtype: DTypeLike | None = None,
@@ -104,6 +113,8 @@ def plan_decode(
       q_len: query tokens per request of the calls.
       window: the `window` of the calls.
       causal: the `causal` of the calls.
+      mask: the `mask` of the calls.
+      tree_mask: the `tree_mask` of the calls, of which only the shape matters.
       cu_q_lens: the `cu_q_lens` of the calls, int32 [B + 1], as in `decode_mla`; `q_len` must then be 1, its default.
       total: static int, the query tokens T of calls with `cu_q_lens`.
       dtype: dtype of the queries of the calls: bfloat16, float16 or float32.  By default that of the entries, or
@@ -140,17 +151,16 @@ def plan_decode(
     if cu_q_lens is not None and q_len != 1:
         raise ValueError(f"`q_len` is {q_len}: expected 1, because `cu_q_lens` has the numbers of query tokens")
     tokens = q_len if cu_q_lens is None else None
-    behind, ahead = window_of(window, causal, dims["M"] * pages.block_size, tokens)
+    requests = {"pages": pages, "block_tables": int32(block_tables), "seq_lens": int32(seq_lens)}
+    masks = {"window": window, "causal": causal, "mask": mask, "tree_mask": tree_mask}
     call = calls.PlanDecode(
         buffer=cache.buffer,
-        pages=pages,
+        **requests,
+        **mask_fields(dims, requests, tokens, cu_q_lens=cu_q_lens, **masks),
+        trailing=None,
         entry=entry,
-        block_tables=int32(block_tables),
-        seq_lens=int32(seq_lens),
         heads=num_heads,
         q_len=q_len,
-        window=behind,
-        ahead=ahead,
         dtype=float_dtype("dtype", entry.input_dtype if dtype is None else dtype),
         batch_invariant=static_bool("batch_invariant", batch_invariant),
     )

@@ -8,8 +8,8 @@ forms are arranged as this one, outside of the kernels:
     not causal   All query tokens of a request see the same keys, as the heads of one query token do: they become heads.
 
 One kind of call has no such form: query tokens that are not the last ones, and see some tokens after their own (a
-`window` without a causal mask).  Their groups have the whole length, and `trailing` tokens come after them.  Kernels
-that support `ahead` compute their masks from both.
+`window` without a causal mask, a `tree_mask`).  Their groups have the whole length, and `trailing` tokens come after
+them.  Kernels that support `ahead` compute their masks from both.
 
 A group has as many rows (query tokens x heads that share keys) as a kernel's tile.  A kernel that supported ragged
 queries itself would therefore read the keys as often.
@@ -27,6 +27,8 @@ from jaxkv import data_checks
 from jaxkv.checks import Dims, computed, int32, running_sum
 from jaxkv_kernels.addressing import lengths_in_table
 from jaxkv_kernels.calls import DecodeCall, PlanDecode
+from jaxkv_kernels.masks import Tree
+from jaxkv_kernels.token_heads import heads_as_tokens, tokens_as_heads
 
 TILE_ROWS = 64
 """Rows of a tile of queries in GPU kernels."""
@@ -139,7 +141,8 @@ def arrange(
         if groups is None:
             size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, call.window)
             groups = computed(partial(divide, total=dims["T"], size=size), running_sum(cu_q_lens))
-    return Arrangement(q_len, kv_heads, call.window is None and call.ahead is None, groups)
+    as_heads = call.window is None and call.ahead is None and call.tree is None and call.mask is None
+    return Arrangement(q_len, kv_heads, as_heads, groups)
 
 
 def check_rises(cu_q_lens, total: int) -> None:
@@ -172,11 +175,11 @@ class Arrangement:
     def applied[C: DecodeCall[Any] | PlanDecode](self, call: C) -> C:
         """The call of `arrange` with the queries, tables and lengths of the kernel's requests."""
         tables, lengths = self._requests(call)
-        ahead = 0 if self.as_heads else call.ahead
-        call = replace(call, block_tables=tables, seq_lens=lengths, ahead=ahead)
+        ahead, tree = 0 if self.as_heads else call.ahead, self._tree(call.tree)
+        trailing = None if self.groups is None or ahead == 0 else self.groups.num_trailing
+        call = replace(call, block_tables=tables, seq_lens=lengths, trailing=trailing, ahead=ahead, tree=tree)
         if isinstance(call, DecodeCall):
-            trailing = None if self.groups is None or ahead == 0 else self.groups.num_trailing
-            return replace(call.with_queries(*map(self._queries, call.queries)), trailing=trailing)
+            return call.with_queries(*map(self._queries, call.queries))
         if not self.as_heads:
             return replace(call, q_len=self._size)
         return replace(call, q_len=1, heads=call.heads * self._size)
@@ -195,6 +198,16 @@ class Arrangement:
 
         return computed(of_groups, self.groups, call.block_tables, call.seq_lens)
 
+    def _tree(self, tree: Tree | None) -> Tree | None:
+        """`tree`, whose rows are those of the call's queries, for the kernel's requests."""
+        if tree is None or self.groups is None:
+            return tree
+
+        def of_groups(tree, groups):
+            return Tree(tree.start[jnp.maximum(groups.requests, 0)], tree.seen[groups.tokens])
+
+        return computed(of_groups, tree, self.groups)
+
     def _queries(self, q):
         """`q` [B, Q, H, D], [B, H, D] or (ragged) [T, H, D] as the kernel's queries."""
 
@@ -203,11 +216,7 @@ class Arrangement:
                 q = jnp.asarray(q)[groups.tokens]
             elif q.ndim == 3:
                 q = q[:, None]
-            if not self.as_heads:
-                return q
-            batch, size, heads, width = q.shape
-            q = q.reshape(batch, size, self.kv_heads, heads // self.kv_heads, width).swapaxes(1, 2)
-            return q.reshape(batch, 1, size * heads, width)
+            return tokens_as_heads(q, self.kv_heads) if self.as_heads else q
 
         return computed(arranged, q, self.groups)
 
@@ -221,10 +230,7 @@ class Arrangement:
 
     def _ordered(self, x, empty: float):
         if self.as_heads:
-            batch, _, rows, *rest = x.shape
-            heads, size = rows // self._size, self._size
-            x = x.reshape(batch, self.kv_heads, size, heads // self.kv_heads, *rest).swapaxes(1, 2)
-            x = x.reshape(batch, size, heads, *rest)
+            x = heads_as_tokens(x, self.kv_heads, self._size)
         if self.groups is not None:
             return x.reshape(-1, *x.shape[2:]).at[self.groups.places].get(mode="fill", fill_value=empty)
         return x[:, 0] if self.q_len is None else x

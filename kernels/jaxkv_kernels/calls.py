@@ -23,6 +23,7 @@ from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.hot_rows import HotMap
+from jaxkv_kernels.masks import Mask, Tree
 from jaxkv_kernels.tile_scaled import TileScaled
 
 STATIC = {"static": True}
@@ -300,13 +301,16 @@ class PlanDecode(BlocksCall[Any]):
     """[B, M]."""
     seq_lens: jax.Array
     """[B]."""
+    trailing: jax.Array | None
+    """As in `DecodeCall`, and likewise the other fields that define its mask."""
+    tree: Tree | None
     entry: MLAEntry | KVEntry = field(metadata=STATIC)
     heads: int = field(metadata=STATIC)
     """Query heads."""
     q_len: int = field(metadata=STATIC)
     window: int | None = field(metadata=STATIC)
     ahead: int | None = field(metadata=STATIC)
-    """Both as in `DecodeCall`."""
+    mask: Mask | None = field(metadata=STATIC)
     dtype: jnp.dtype = field(metadata=STATIC)
     """The dtype of the queries."""
     batch_invariant: bool = field(metadata=STATIC)
@@ -324,7 +328,7 @@ class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
     """Attention of Q query tokens of each request to the entries in its blocks; returns out and lse.
 
     They are the last tokens of the request, but for `trailing` ones.  The query token at position p sees the tokens
-    from p - window + 1 to p + ahead.
+    from p - window + 1 to p + ahead, of these only those that `tree` and `mask` allow.
 
     A call has the attributes of `PlanDecode`, so that an implementation can make a plan for the call itself.
     """
@@ -342,11 +346,15 @@ class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
     trailing: jax.Array | None
     """[B], how many tokens of each request come after its last query token; None for none.  Only calls whose `ahead` is
     not 0 have it: for the others, tokens after the last query token are left out of `seq_lens`."""
+    tree: Tree | None
+    """Which new tokens a query token sees; None for all of these.  Calls that have it have no causal mask."""
     logit_cap: float | None = field(metadata=STATIC)
     window: int | None = field(metadata=STATIC)
     """How many tokens up to its own, this one included, a query token sees; None for all."""
     ahead: int | None = field(metadata=STATIC)
     """How many tokens after its own a query token sees: 0 under a causal mask, None for all."""
+    mask: Mask | None = field(metadata=STATIC)
+    """Which keys a query token sees, by their positions; None for all of these."""
 
     @property
     def queries(self) -> tuple[jax.Array, ...]:

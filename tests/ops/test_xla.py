@@ -47,6 +47,14 @@ class TestMLACombinations(suites.MLACombinations):
     implementation = "xla"
 
 
+class TestMLATreeMasks(suites.MLATreeMasks):
+    implementation = "xla"
+
+
+class TestKVTreeMasks(suites.KVTreeMasks):
+    implementation = "xla"
+
+
 class TestKVCombinations(suites.KVCombinations):
     implementation = "xla"
 

@@ -417,10 +417,23 @@ def seen(position, length, window=None, *, causal=True):
     return found
 
 
-def seen_by_last(length, count, window=None, *, causal=True):
-    """Which of a request's tokens its last `count` tokens see, bool [count, length]; see `seen`."""
-    rows = [seen(length - count + t, length, window, causal=causal) for t in range(count)]
-    return np.reshape(rows, (count, length)).astype(bool)
+def seen_by_last(length, count, window=None, *, causal=True, mask=None, tree=None):
+    """Which of a request's tokens its last `count` tokens see, bool [count, length]; see `seen`.
+
+    `mask` is that of `decode_mla`.  `tree` [count, J] replaces the causal mask: whether each sees new token j, of those
+    after the first `length` - `count` tokens.
+    """
+    first, key = length - count, np.arange(length)
+    rows = [seen(first + t, length, window, causal=causal and tree is None) for t in range(count)]
+    found = np.reshape(rows, (count, length)).astype(bool)
+    if tree is not None:
+        some = np.zeros((count, max(first, 0) + max(count, tree.shape[1])), bool)
+        some[:, : max(first, 0)] = True
+        some[:, max(first, 0) : first + tree.shape[1]] = tree[:, max(-first, 0) :]
+        found &= some[:, :length]
+    if mask is not None:
+        found &= np.asarray(mask(first + np.arange(count)[:, None], key[None]))
+    return found
 
 
 def attention(q, k, v, scale, *, seen=None, logit_cap=None, sinks=None):

@@ -21,6 +21,7 @@ from jaxkv_kernels.triton import (
 )
 from jaxkv_kernels.triton.splits import Plan
 from jaxkv_kernels.xla import prefill
+from jaxkv_kernels.xla.masked import decode_by_parts, plan_by_parts, reasons_by_parts
 
 _PLAIN = ("bf16", "f16", "f32")
 _TILED_MLA = ("fp8_v4", "fp8_v41", "fp8_v41_split", "nvfp4_ds_mla", "mxfp4_ds_mla", "fp4_v41", "fp4_v41_split")
@@ -79,17 +80,17 @@ class Triton(Kernels):
     def read_indexer_k(self, call: calls.ReadIndexerK) -> jax.Array:
         return self.gather_indexer_k(call.gather())
 
-    @supports({**_MLA, **_ATTENDED_KV}, plan_decode.unsupported_reasons, _unavailable_reasons)
-    def plan_decode(self, call: calls.PlanDecode) -> Plan:
-        return plan_decode.plan_decode(call)
+    @supports({**_MLA, **_ATTENDED_KV}, reasons_by_parts(plan_decode.unsupported_reasons), _unavailable_reasons)
+    def plan_decode(self, call: calls.PlanDecode) -> Plan | tuple[Plan, ...]:
+        return plan_by_parts(call, plan_decode.plan_decode)
 
-    @supports(_MLA, mla.unsupported_reasons, _unavailable_reasons)
+    @supports(_MLA, reasons_by_parts(mla.unsupported_reasons), _unavailable_reasons)
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
-        return mla.decode_mla(call)
+        return decode_by_parts(call, mla.decode_mla)
 
-    @supports(_ATTENDED_KV, gqa.unsupported_reasons, _unavailable_reasons)
+    @supports(_ATTENDED_KV, reasons_by_parts(gqa.unsupported_reasons), _unavailable_reasons)
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
-        return gqa.decode_kv(call)
+        return decode_by_parts(call, gqa.decode_kv)
 
     @supports(_MLA, mla.sparse_unsupported_reasons, _unavailable_reasons)
     def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array, None]:

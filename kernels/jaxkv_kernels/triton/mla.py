@@ -217,6 +217,8 @@ def _attend_slots(call: DecodeMLASparse, result: jax.typing.DTypeLike) -> tuple[
         logit_cap=call.logit_cap,
         window=None,
         ahead=0,
+        tree=None,
+        mask=None,
         q_latent=call.q_latent.reshape(requests, 1, heads, -1),
         q_pe=call.q_pe.reshape(requests, 1, heads, -1),
         kv_scale=call.kv_scale,

@@ -274,7 +274,7 @@ def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
     )
     names = ("q_latent", "q_pe", "buffer", "block_tables", "seq_lens", "layer", "scale", "kv_scale")
     options = {"pages": layout.pages, "entry": entry, "logit_cap": cap, "window": window, "ahead": 0}
-    decode = kernels.called(MosaicGPU(), "decode_mla", names, plan=None, trailing=None, **options)
+    decode = kernels.called(MosaicGPU(), "decode_mla", names, plan=None, trailing=None, tree=None, mask=None, **options)
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)

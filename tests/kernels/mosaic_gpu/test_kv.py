@@ -233,7 +233,7 @@ def assert_lowers(form, name, case):
     )
     options = {"pages": layout.pages, "entry": entry, "logit_cap": None, "window": None, "ahead": 0, **keywords}
     names = ("q", "buffer", "block_tables", "seq_lens", "layer", "scale", "k_scale", "v_scale")
-    decode = kernels.called(MosaicGPU(), "decode_kv", names, plan=None, trailing=None, **options)
+    decode = kernels.called(MosaicGPU(), "decode_kv", names, plan=None, trailing=None, tree=None, mask=None, **options)
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)

@@ -150,6 +150,7 @@ def test_partitions_of_requests_fill_the_gpu(entry, kv_heads, heads, requests, c
         "seq_lens": shape((requests,), jnp.int32),
     }
     options = {"heads": heads, "q_len": 1, "window": None, "ahead": 0, "batch_invariant": False}
+    options |= {"trailing": None, "tree": None, "mask": None}
     options["dtype"] = entry.input_dtype
 
     def plan_decode(arrays):

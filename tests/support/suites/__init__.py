@@ -24,6 +24,8 @@ from support.suites.attention.decode_mla_sparse import DecodeMLASparseChecks as 
 from support.suites.attention.decode_mla_sparse import MaxLogits as MaxLogits
 from support.suites.attention.extra_slots import ExtraSlots as ExtraSlots
 from support.suites.attention.extra_slots import ExtraSlotsChecks as ExtraSlotsChecks
+from support.suites.attention.masks import KVTreeMasks as KVTreeMasks
+from support.suites.attention.masks import MLATreeMasks as MLATreeMasks
 from support.suites.attention.merge import Merge as Merge
 from support.suites.attention.token_scales import TokenScales as TokenScales
 from support.suites.base import assert_a_scan_stacks as assert_a_scan_stacks

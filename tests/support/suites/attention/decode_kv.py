@@ -64,12 +64,13 @@ class DecodeKVChecks(Suite):
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_kv, q, cache, tables, lengths, layer=layer, **keywords)
 
-    def truth(self, q, scene, scale=SCALE, *, causal=True, window=None, **keywords):
+    def truth(self, q, scene, scale=SCALE, *, causal=True, window=None, mask=None, tree_mask=None, **keywords):
         """out and lse in float64, of each request, for queries [B, Q, ...] or a list of B arrays [Q, ...]."""
         found = []
         for request, length in enumerate(scene.lengths):
+            tree = None if tree_mask is None else np.asarray(tree_mask[request])
             wide = np.asarray(q[request].astype(jnp.float32), np.float64)
-            seen = oracle.seen_by_last(length, len(wide), window, causal=causal)
+            seen = oracle.seen_by_last(length, len(wide), window, causal=causal, mask=mask, tree=tree)
             found.append(oracle.attention(wide, *scene.parts(request), scale, seen=seen, **keywords))
         return tuple(zip(*found, strict=True))
 

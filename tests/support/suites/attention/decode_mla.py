@@ -79,13 +79,14 @@ class DecodeMLAChecks(Suite):
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_mla, *q, cache, tables, lengths, layer=layer, **keywords)
 
-    def truth(self, q, scene, scale=SCALE, *, causal=True, window=None, **keywords):
+    def truth(self, q, scene, scale=SCALE, *, causal=True, window=None, mask=None, tree_mask=None, **keywords):
         """out and lse in float64; `q` holds arrays [B, Q, ...], or lists of B arrays [Q, ...]."""
         q_latent, q_pe = ([np.asarray(x.astype(jnp.float32), np.float64) for x in part] for part in q)
         found = []
         for request, length in enumerate(scene.lengths):
+            tree = None if tree_mask is None else np.asarray(tree_mask[request])
             latent, rope = scene.parts(request)
-            seen = oracle.seen_by_last(length, len(q_latent[request]), window, causal=causal)
+            seen = oracle.seen_by_last(length, len(q_latent[request]), window, causal=causal, mask=mask, tree=tree)
             joined = np.concatenate([q_latent[request], q_pe[request]], axis=-1)
             keys_and_values = oracle.keys_and_values(scene.entry, latent, rope)
             found.append(oracle.attention(joined, *keys_and_values, scale, seen=seen, **keywords))
