@@ -282,7 +282,7 @@ class TestCudnn:
             if causal:
                 assert q_seqlen is kv_seqlen is None
                 q_seqlen = kv_seqlen = jnp.full(len(q), q.shape[1], jnp.int32)
-            out, lse = expanded.attention(q, k, v, q_seqlen, kv_seqlen, scale=scale, causal=causal)
+            out, lse = expanded.attention(q, k, v, q_seqlen, kv_seqlen, scale=scale, ahead=0 if causal else None)
             seen = jnp.isfinite(lse)
             return jnp.where(seen[..., None], out, jnp.nan), jnp.swapaxes(jnp.where(seen, lse, jnp.nan), 1, 2)
 
@@ -314,7 +314,7 @@ def test_rotary_keys_in_an_array_of_their_own(monkeypatch):
         lengths = jnp.minimum(kv_lens, first), jnp.maximum(kv_lens - first, 0)
         halves = zip((slice(first), slice(first, None)), lengths, strict=True)
         parts = [
-            expanded.attention(q, k[:, own], v[:, own], q_lens, length, scale=scale, causal=False)
+            expanded.attention(q, k[:, own], v[:, own], q_lens, length, scale=scale, ahead=None)
             for own, length in halves
         ]
         return tuple(map(jnp.stack, zip(*parts, strict=True)))

@@ -43,6 +43,15 @@ class TestKVWindowsOfBothSides(suites.KVWindowsOfBothSides):
     implementation = "xla"
 
 
+@pytest.mark.ci  # as for keys and values
+class TestMLASharedPrefixes(suites.MLASharedPrefixes):
+    implementation = "xla"
+
+
+class TestKVSharedPrefixes(suites.KVSharedPrefixes):
+    implementation = "xla"
+
+
 class TestDecodeMLASparse(suites.DecodeMLASparse):
     implementation = "xla"
 

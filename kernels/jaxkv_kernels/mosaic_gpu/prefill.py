@@ -114,21 +114,29 @@ def prefill_mla(call: PrefillMLA) -> tuple[jax.Array, jax.Array]:
     """The results of a call.
 
     cuDNN attends to the new tokens, and `attend_expanded` to earlier ones if it supports the heads and queries are not
-    ragged; otherwise cuDNN does that as well.  XLA attends to all tokens if cuDNN does not support the heads.
+    ragged; otherwise cuDNN does that as well.  XLA attends to all tokens if cuDNN does not support the call.
     """
     nope, value, rope = call.w_uk.shape[1], call.w_uv.shape[1], call.q_pe.shape[-1]
-    if any(cudnn.unsupported_reasons(call.dtype, nope + rope, value)):
-        return gathered.prefill_mla(call, entries.gather)
-    shared_rope = None
-    if not any(unsupported_reasons(call.dtype, nope, rope, value)):
+    dense, shared_rope = _dense(call, nope + rope, value), None
+    if dense is CUDNN and not _masks(call) and not any(unsupported_reasons(call.dtype, nope, rope, value)):
         shared_rope = gathered.SharedRopeAttention(partial(attend_expanded, scale=call.scale), TILE_ROWS)
-    return gathered.prefill_mla(call, entries.gather, CUDNN, shared_rope)
+    return gathered.prefill_mla(call, entries.gather, dense, shared_rope)
 
 
 def prefill_kv(call: PrefillKV) -> tuple[jax.Array, jax.Array]:
-    """The results of a call: by cuDNN, or by XLA if cuDNN does not support the heads."""
-    unsupported = any(cudnn.unsupported_reasons(call.dtype, *call.entry.sizes))
-    return gathered.prefill_kv(call, entries.gather, gathered.XLA if unsupported else CUDNN)
+    """The results of a call: by cuDNN, or by XLA if cuDNN does not support the call."""
+    return gathered.prefill_kv(call, entries.gather, _dense(call, *call.entry.sizes))
+
+
+def _dense(call: PrefillMLA | PrefillKV, key_dim: int, value_dim: int) -> gathered.DenseAttention:
+    """Attention to keys and values of these sizes: by cuDNN, or by XLA if cuDNN does not support the call."""
+    unsupported = call.logit_cap is not None or any(cudnn.unsupported_reasons(call.dtype, key_dim, value_dim))
+    return gathered.XLA if unsupported else CUDNN
+
+
+def _masks(call: PrefillMLA) -> bool:
+    """Whether some query tokens do not see some tokens before all query tokens, or some after their own."""
+    return call.window is not None or call.ahead not in (0, None)
 
 
 def least_prefill(heads: ExpandedHeads) -> int | None:

@@ -26,6 +26,28 @@ class TestDecodeMLASparse(Triton, suites.DecodeMLASparse):
     """The whole suite, on the GPU."""
 
 
+@on_gpu
+class TestMLASharedPrefixes(Triton, suites.MLASharedPrefixes):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestKVSharedPrefixes(Triton, suites.KVSharedPrefixes):
+    """The whole suite, on the GPU."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedMLASharedPrefixes(Triton, suites.MLASharedPrefixes):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedKVSharedPrefixes(Triton, suites.KVSharedPrefixes):
+    """The whole suite."""
+
+
 @interpreted
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedDecodeMLA(Triton, suites.DecodeMLA):

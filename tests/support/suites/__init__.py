@@ -22,6 +22,8 @@ from support.suites.attention.decode_mla_sparse import DecodeMLASparseChecks as 
 from support.suites.attention.extra_slots import ExtraSlots as ExtraSlots
 from support.suites.attention.extra_slots import ExtraSlotsChecks as ExtraSlotsChecks
 from support.suites.attention.merge import Merge as Merge
+from support.suites.attention.shared_prefix import KVSharedPrefixes as KVSharedPrefixes
+from support.suites.attention.shared_prefix import MLASharedPrefixes as MLASharedPrefixes
 from support.suites.base import assert_a_scan_stacks as assert_a_scan_stacks
 from support.suites.base import layout_of as layout_of
 from support.suites.blocks import BlockChecks as BlockChecks
