@@ -114,9 +114,9 @@ def mla_ragged_paged_attention(
     if q_scale is not None:
         scale = positive_scale("q_scale", q_scale) * scale
     if static_bool("update_kv_cache", update_kv_cache):
-        new, write_scale, k_scale = _stored((new_kv_c, new_k_pe), k_scale, entry)
+        (kv_c, k_pe), write_scale, k_scale = _stored((new_kv_c, new_k_pe), k_scale, entry)
         cache_kv = write_mla(
-            cache_kv, *new, slots, layer=layer, kv_scale=write_scale, implementation=implementation
+            cache_kv, kv_c, k_pe, slots, layer=layer, kv_scale=write_scale, implementation=implementation
         )  # fmt: skip
     q_latent, q_pe = (converted(q, entry.input_dtype) for q in (ql_nope, q_pe))
     out = decode_mla(
@@ -200,10 +200,10 @@ def ragged_paged_attention(
     )
     entry = kv_cache.layout.entry
     if static_bool("update_kv_cache", update_kv_cache):
-        new_keys, write_k_scale, k_scale = _stored((keys,), k_scale, entry)
-        new_values, write_v_scale, v_scale = _stored((values,), v_scale, entry)
+        (k,), write_k_scale, k_scale = _stored((keys,), k_scale, entry)
+        (v,), write_v_scale, v_scale = _stored((values,), v_scale, entry)
         kv_cache = write_kv(
-            kv_cache, *new_keys, *new_values, slots, layer=layer, k_scale=write_k_scale, v_scale=write_v_scale,
+            kv_cache, k, v, slots, layer=layer, k_scale=write_k_scale, v_scale=write_v_scale,
             implementation=implementation,
         )  # fmt: skip
     queries, scale = converted(queries, entry.input_dtype), sm_scale

@@ -56,7 +56,8 @@ class SharedRopeAttention(NamedTuple):
     """Attention to expanded latents by a kernel for which the rotary keys, which all heads share, are an own array."""
 
     attend: Callable[..., tuple[jax.Array, jax.Array]]
-    """`attend(q, k_nope, k_pe, v, kv_lens)` returns out [splits, B, Q, H, V] and lse [splits, B, Q, H]."""
+    """`attend(q, k_nope, k_pe, v, kv_lens)` returns out [splits, B, Q, H, V] and lse [splits, B, Q, H].  If query tokens
+    do not see all keys, it is given `window`, `ahead` and `offset` of `jaxkv_kernels.xla.expanded.attention`."""
     multiple: int
     """The number of keys must be a multiple of it."""
 
@@ -228,15 +229,17 @@ def _aligned(context: _Entries | _Latents, q) -> tuple[jax.Array, jax.Array]:
         def with_chunk(i, result):
             first = jnp.minimum(begin + i * size, cached)
             counts = jnp.minimum(cached - first, size)
+            mask: dict[str, Any] = {}
+            if window is not None or ahead is not None:
+                mask = {"window": window, "ahead": ahead, "offset": start - first}
             if latents and shared_rope:
                 kv_c, k_pe = entries(first, counts, size)
                 k_nope, v = latents.products(kv_c)
-                results = shared_rope.attend(q, k_nope, k_pe, v, counts)
+                results = shared_rope.attend(q, k_nope, k_pe, v, counts, **mask)
                 return reduce(merged, zip(*results, strict=True), result)
             k, v = context.expand(*entries(first, counts, size))
-            if window is not None or ahead is not None:
+            if mask:
                 # cuDNN has no mask for windows that begin in different places.
-                mask = {"window": window, "ahead": ahead, "offset": start - first}
                 return merged(result, expanded.attention(q, k, v, q_lens, counts, **context.options, **mask))
             # Splits of the keys become requests of their own.
             k, v = (x.reshape(batch * splits, size // splits, *x.shape[2:]) for x in (k, v))
@@ -291,7 +294,7 @@ def _ragged(context: _Entries | _Latents, q, cu_q_lens) -> tuple[jax.Array, jax.
         arrays = q, k, v, q_starts, q_lens, sums_from_0(counts)[:-1], counts
         if window is None and ahead in (0, None):
             return dense.ragged_attention(*arrays, **context.options, ahead=ahead)
-        mask = {"window": window, "ahead": ahead, "offset": start - first}
+        mask: dict[str, Any] = {"window": window, "ahead": ahead, "offset": start - first}
         return expanded.ragged_attention(*arrays, **context.options, **mask)
 
     # Nothing is read for a request without query tokens.
