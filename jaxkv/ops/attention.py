@@ -1,5 +1,6 @@
 """Dense attention of new tokens to the cache."""
 
+import math
 from collections.abc import Sequence
 from typing import Any, Literal, overload
 
@@ -28,14 +29,15 @@ from jaxkv.checks import (
 from jaxkv.dispatch import Implementations
 from jaxkv.ops.masking import mask_fields
 from jaxkv.ops.operation import Operation
-from jaxkv.ops.plan import DecodePlan, groups_of, run_planned
+from jaxkv.ops.plan import DecodePlan, groups_of, prefix_plan, run_planned
 from jaxkv.ops.ragged_queries import Arrangement, arrange
 from jaxkv.ops.samples import PAGED, sample_options, sample_queries
+from jaxkv.ops.shared_prefix import SharedPrefixes, shared_prefixes
 from jaxkv_kernels import calls
 from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.masks import Mask
-from jaxkv_kernels.scores import with_sinks
+from jaxkv_kernels.scores import merged, with_sinks
 
 
 @overload
@@ -57,6 +59,9 @@ def decode_mla(
     tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
+    prefix_tables: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    prefix_of: ArrayLike | None = None,
     return_lse: Literal[False] = False,
     plan: DecodePlan | None = None,
     implementation: Implementations | None = None,
@@ -80,6 +85,9 @@ def decode_mla(
     tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
+    prefix_tables: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    prefix_of: ArrayLike | None = None,
     return_lse: Literal[True],
     plan: DecodePlan | None = None,
     implementation: Implementations | None = None,
@@ -102,6 +110,9 @@ def decode_mla(
     tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
+    prefix_tables: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    prefix_of: ArrayLike | None = None,
     return_lse: bool = False,
     plan: DecodePlan | None = None,
     implementation: Implementations | None = None,
@@ -156,9 +167,16 @@ def decode_mla(
         earlier one is replaced by the earlier one.  For unused requests at the end, pass the last sum again, 0, or a
         negative number (`checked` reports sums that fall).  The tables and lengths of requests without query tokens may
         hold anything.
+      prefix_tables: int32 [M'], the blocks of a prefix that all requests share, or [G, M'], those of several prefixes.
+        Its tokens come before the requests' own tokens, which alone are in `block_tables` and count in `seq_lens`.  All
+        query tokens of a request see its whole prefix, which is read once for all requests.  The mask of own tokens is
+        the same as without a prefix; there must be no `window` and no `mask`.
+      prefix_lens: int32 scalar, or [G], the tokens of each prefix, clamped as `seq_lens`.
+      prefix_of: int32 [B], the prefix of each request, a row of `prefix_tables` [G, M']; another number, such as -1,
+        for none.
       return_lse: also return the log-sum-exp of the scores.
-      plan: what `plan_decode` returned for the same tables, lengths, numbers of heads and query tokens, and query
-        dtype; if None, the call makes its own plan.
+      plan: what `plan_decode` returned for the same tables, lengths, prefixes, numbers of heads and query tokens, and
+        query dtype; if None, the call makes its own plan.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -203,8 +221,14 @@ def decode_mla(
         cu_q_lens=cu_q_lens,
         groups=groups_of(plan, None if cu_q_lens is None else dims["T"]),
     )
+    prefixes = shared_prefixes(dims, prefix_tables, prefix_lens, prefix_of, window, mask)
+    planned = prefix_plan(plan, prefixes)
     _check_seen(cache, call, arrangement, cu_q_lens)
     out, lse = run_planned(call, arrangement, plan, implementation)
+    if prefixes is not None:
+        shared = _of_prefixes(cache, call, prefixes, lse, arrangement.q_len, cu_q_lens, planned, implementation)
+        both, lse = computed(merged, (out, lse), shared)
+        out = both.astype(out.dtype)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -229,6 +253,9 @@ def decode_kv(
     tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
+    prefix_tables: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    prefix_of: ArrayLike | None = None,
     return_lse: Literal[False] = False,
     plan: DecodePlan | None = None,
     implementation: Implementations | None = None,
@@ -252,6 +279,9 @@ def decode_kv(
     tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
+    prefix_tables: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    prefix_of: ArrayLike | None = None,
     return_lse: Literal[True],
     plan: DecodePlan | None = None,
     implementation: Implementations | None = None,
@@ -274,6 +304,9 @@ def decode_kv(
     tree_mask: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
+    prefix_tables: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    prefix_of: ArrayLike | None = None,
     return_lse: bool = False,
     plan: DecodePlan | None = None,
     implementation: Implementations | None = None,
@@ -303,9 +336,13 @@ def decode_kv(
       causal: static bool; if False, a query token also sees later tokens, as in `decode_mla`.
       sinks: float32 [Hq]; attention sinks, as in `decode_mla`.
       cu_q_lens: int32 [B + 1], running sum of the query tokens of each request, as in `decode_mla`.
+      prefix_tables: int32 [M'] or [G, M'], the blocks of a prefix that all requests share, or those of several
+        prefixes, as in `decode_mla`.
+      prefix_lens: int32 scalar, or [G], the tokens of each prefix.
+      prefix_of: int32 [B], the prefix of each request, a row of `prefix_tables` [G, M'].
       return_lse: also return the log-sum-exp of the scores.
-      plan: what `plan_decode` returned for the same tables, lengths, numbers of heads and query tokens, and query
-        dtype; if None, the call makes its own plan.
+      plan: what `plan_decode` returned for the same tables, lengths, prefixes, numbers of heads and query tokens, and
+        query dtype; if None, the call makes its own plan.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -350,8 +387,14 @@ def decode_kv(
         cu_q_lens=cu_q_lens,
         groups=groups_of(plan, None if cu_q_lens is None else dims["T"]),
     )
+    prefixes = shared_prefixes(dims, prefix_tables, prefix_lens, prefix_of, window, mask)
+    planned = prefix_plan(plan, prefixes)
     _check_seen(cache, call, arrangement, cu_q_lens)
     out, lse = run_planned(call, arrangement, plan, implementation)
+    if prefixes is not None:
+        shared = _of_prefixes(cache, call, prefixes, lse, arrangement.q_len, cu_q_lens, planned, implementation)
+        both, lse = computed(merged, (out, lse), shared)
+        out = both.astype(out.dtype)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
@@ -419,22 +462,53 @@ def request_fields(dims: Dims, cache: KVCache, block_tables, seq_lens, layer) ->
 
 
 def _check_seen(cache: KVCache, call: calls.DecodeCall[Any], arrangement: Arrangement, cu_q_lens) -> None:
-    """In checked mode, checks the tokens that some query token sees by `check_entries`."""
-    if not data_checks.checking():
-        return
-    seq_lens = call.seq_lens
-    tokens = jnp.full_like(seq_lens, arrangement.q_len or 1) if cu_q_lens is None else jnp.diff(int32(cu_q_lens))
-    seen = jnp.where(tokens > 0, seq_lens, 0)
+    """In checked mode, checks the tokens that some query token sees."""
+    if data_checks.checking():
+        tokens = jnp.full_like(call.seq_lens, arrangement.q_len or 1)
+        check_seen(cache, call, tokens if cu_q_lens is None else jnp.diff(int32(cu_q_lens)))
+
+
+def check_seen(cache: KVCache, call: calls.DecodeCall[Any] | calls.PrefillCall[Any], tokens) -> None:
+    """Checks what some of the last `tokens` [B] query tokens of the requests see, by `check_entries`."""
+    seen = jnp.where(tokens > 0, call.seq_lens, 0)
     # Each query token sees its own, and the last one of a request is its last token: no window ends before that.
     first = jnp.zeros_like(seen) if call.window is None else seen - (tokens - 1) - call.window
     check_entries(cache, call.block_tables, first, seen, call.layer)
 
 
-def check_entries(cache: KVCache, block_tables, first, seq_lens, layer) -> None:
-    """Checks that the tokens of positions first <= p < seq_lens are in the cache, and that none holds NaN."""
+def _of_prefixes(
+    cache: KVCache, call: calls.DecodeCall[Any], prefixes: SharedPrefixes, lse, q_len, cu_q_lens, plan, implementation
+) -> tuple[jax.Array, jax.Array]:
+    """The results of attention to `prefixes`; `lse` is that of attention to own tokens."""
+    if data_checks.checking():
+        first, names = jnp.zeros_like(prefixes.lens), ("prefix_tables", "prefix_lens")
+        check_entries(cache, prefixes.tables, first, prefixes.lens, call.layer, names=names)
+    *axes, heads = lse.shape
+    total = math.prod(axes)
+    groups = groups_of(plan, None if prefixes.of is None and cu_q_lens is None else total)
+    call, arrangement, order = prefixes.arranged(
+        call, heads=heads, q_len=q_len, cu_q_lens=cu_q_lens, total=total, groups=groups
+    )
+    results = run_planned(call, arrangement, plan, implementation)
+
+    def as_queries(out, lse, order):
+        places = slice(None) if order is None else jnp.argsort(order)
+        out, lse = out.reshape(total, heads, -1)[places], lse.reshape(total, heads)[places]
+        return out.reshape(*axes, heads, -1), lse.reshape(*axes, heads)
+
+    return computed(as_queries, *results, order)
+
+
+def check_entries(
+    cache: KVCache, block_tables, first, seq_lens, layer, *, names: tuple[str, str] = ("block_tables", "seq_lens")
+) -> None:
+    """Checks that the tokens of positions first <= p < seq_lens are in the cache, and that none holds NaN.
+
+    `names` are those of the arguments for tables and lengths.
+    """
     pages = cache.layout.pages
     data_checks.check_layer(layer, pages)
-    data_checks.check_tables(block_tables, first, seq_lens, pages)
+    data_checks.check_tables(block_tables, first, seq_lens, pages, *reversed(names))
     positions = jnp.arange(block_tables.shape[1] * pages.block_size, dtype=jnp.int32)
     positions = jnp.broadcast_to(positions, (block_tables.shape[0], positions.size))
     live = (positions >= first[:, None]) & (positions < seq_lens[:, None])

@@ -15,6 +15,7 @@ from jaxkv.ops.masking import mask_fields
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.ragged_queries import Arrangement, Groups, arrange
 from jaxkv.ops.samples import HEADS, PAGED
+from jaxkv.ops.shared_prefix import SharedPrefixes, shared_prefixes
 from jaxkv_kernels import calls
 from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
 from jaxkv_kernels.masks import Mask
@@ -77,6 +78,8 @@ class DecodePlan:
     """int32 [B], the lengths that the plan was made for.  Only calls under `checked` read them."""
     groups: Groups | None
     """The division of ragged query tokens; None if the calls have as many query tokens for each request."""
+    prefix: "DecodePlan | None"
+    """The plan of attention to prefixes that requests share; None if there are none."""
     shape: Shape = field(metadata={"static": True})
     implementation: str = field(metadata={"static": True})
     batch_invariant: bool = field(metadata={"static": True})
@@ -95,6 +98,9 @@ def plan_decode(
     tree_mask: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
     total: int | None = None,
+    prefix_tables: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    prefix_of: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
     batch_invariant: bool = False,
     implementation: Implementations | None = None,
@@ -117,6 +123,9 @@ def plan_decode(
       tree_mask: the `tree_mask` of the calls, of which only the shape matters.
       cu_q_lens: the `cu_q_lens` of the calls, int32 [B + 1], as in `decode_mla`; `q_len` must then be 1, its default.
       total: static int, the query tokens T of calls with `cu_q_lens`.
+      prefix_tables: the `prefix_tables` of the calls, and so are `prefix_lens` and `prefix_of`, as in `decode_mla`.
+      prefix_lens: as passed to the calls.
+      prefix_of: as passed to the calls.
       dtype: dtype of the queries of the calls: bfloat16, float16 or float32.  By default that of the entries, or
         bfloat16 if the entries are quantised, to which e4m3 queries are converted.  Not every implementation supports
         every dtype.
@@ -164,23 +173,44 @@ def plan_decode(
         dtype=float_dtype("dtype", entry.input_dtype if dtype is None else dtype),
         batch_invariant=static_bool("batch_invariant", batch_invariant),
     )
+    prefixes = shared_prefixes(dims, prefix_tables, prefix_lens, prefix_of, window, mask)
+    plan = _planned(call, arrange(call, dims, q_len=q_len, cu_q_lens=cu_q_lens), implementation)
+    if prefixes is None:
+        return plan
+    total = dims["B"] * q_len if total is None else total
+    call, arrangement, _ = prefixes.arranged(call, heads=num_heads, q_len=q_len, cu_q_lens=cu_q_lens, total=total)
+    return replace(plan, prefix=_planned(call, arrangement, implementation))
+
+
+def _planned(call: calls.PlanDecode, arrangement: Arrangement, implementation) -> DecodePlan:
+    """The plan of a call that is to be arranged in this way."""
     lengths = call.seq_lens
-    arrangement = arrange(call, dims, q_len=q_len, cu_q_lens=cu_q_lens)
     call = arrangement.applied(call)
     try:
         backend = choose(call, implementation)
     except NotImplementedError as error:
-        if not batch_invariant:
+        if not call.batch_invariant:
             raise
         raise NotImplementedError(f"{error}; {_instead(call)}") from None
     return DecodePlan(
         schedule=run_kernel(backend, call),
         seq_lens=lengths,
         groups=arrangement.groups,
+        prefix=None,
         shape=Shape.of(call),
         implementation=backend.name,
         batch_invariant=call.batch_invariant,
     )
+
+
+def prefix_plan(plan: DecodePlan | None, prefixes: SharedPrefixes | None) -> DecodePlan | None:
+    """The part of `plan` for prefixes; ValueError if only one of the call and the plan has them."""
+    if not isinstance(plan, DecodePlan):
+        return None
+    if (plan.prefix is None) != (prefixes is None):
+        made, expected = ("without", "with") if plan.prefix is None else ("with", "without")
+        raise ValueError(f"`plan` was made {made} `prefix_tables`: expected one {expected} them, like this call")
+    return plan.prefix
 
 
 def groups_of(plan: DecodePlan | None, total: int | None) -> Groups | None:

@@ -23,6 +23,11 @@ MOST_EXTRA_BYTES = 2**21
 """The most bytes of the second cache of sparse attention: each call fills a new one."""
 
 
+SHARED = "prefix_tables"
+"""The name of optional prefixes that requests share, in `extras`."""
+PREFIXES = SHARED, "prefix_lens", "prefix_of"
+"""Their arguments."""
+
 WINDOWS = (64, 64), (3, 1), (127, -1), (-1, 2)
 """Windows of both sides that are drawn."""
 
@@ -63,8 +68,8 @@ class DecodeMLA(Queries):
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
-        """`cu_q_lens` (ragged query tokens) and `sinks`."""
-        return ("cu_q_lens", "sinks", PER_HEAD)
+        """`cu_q_lens` (ragged query tokens), `sinks`, and prefixes that requests share."""
+        return ("cu_q_lens", "sinks", SHARED, PER_HEAD)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -76,7 +81,8 @@ class DecodeMLA(Queries):
         dtype = fields["dtype"]
         if own in NUMBERS:
             dtype = jnp.dtype(pick(rng, own, own, "float32"))
-        return {"options": {**options, "return_lse": True}, "dtype": dtype}
+        extras = fields["extras"] if options["window"] is None else _without(SHARED, fields["extras"])
+        return {"options": {**options, "return_lse": True}, "dtype": dtype, "extras": extras}
 
     @property
     def total(self) -> int:
@@ -98,7 +104,25 @@ class DecodeMLA(Queries):
             q_lens = np.diff(keywords["cu_q_lens"])
         if "sinks" in self.extras:
             keywords["sinks"] = rng.normal(size=self.heads).astype(np.float32)
+        if SHARED in self.extras:
+            keywords |= self._prefixes(rng, live)
         return self.tables_and_lengths(rng, live, q_lens), keywords
+
+    def _prefixes(self, rng, live) -> dict[str, np.ndarray]:
+        """One prefix of all requests, or up to three, which some requests have."""
+        count, most = min(self.count, 3), self.columns * self.layout.block_size
+        lengths = draw_lengths(rng, count, most, self.layout.block_size)
+        tables = draw_tables(rng, self.layout, self.columns, lengths).astype(np.int32)
+        reveal(live, self.layout, tables, 0, lengths)
+        lengths = past_the_limits(rng, lengths, most).astype(np.int32)
+        if count == 1:
+            return {"prefix_tables": tables[0], "prefix_lens": lengths[0]}
+        of = rng.integers(-1, count + 1, self.requests).astype(np.int32)
+        return {"prefix_tables": tables, "prefix_lens": lengths, "prefix_of": of}
+
+
+def _without(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(other for other in names if other != name)
 
 
 IN_E4M3 = "queries in e4m3"
@@ -115,7 +139,11 @@ class DecodeKV(DecodeMLA):
     @classmethod
     def sizes(cls, rng, layout, fields):
         """Query heads, a multiple of the cache's heads."""
-        return {**super().sizes(rng, layout, fields), "heads": layout.num_heads * pick(rng, 1, 2, 5, 8, 16)}
+        found = {**super().sizes(rng, layout, fields), "heads": layout.num_heads * pick(rng, 1, 2, 5, 8, 16)}
+        if layout.entry.quantised:
+            # Some kernels support few rows of quantised heads, and attention to a prefix has those of all requests.
+            found["extras"] = _without(SHARED, found["extras"])
+        return found
 
     @property
     def value_shapes(self) -> Shapes:
@@ -129,15 +157,15 @@ class PrefillMLA(DecodeMLA):
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
-        """`cu_q_lens` (ragged query tokens)."""
-        return ("cu_q_lens",)
+        """`cu_q_lens` (ragged query tokens) and `sinks`."""
+        return ("cu_q_lens", "sinks")
 
     @classmethod
     def sizes(cls, rng, layout, fields):
         """Few heads, because their keys and values are expanded, and chunks of one token or of many."""
         found = super().sizes(rng, layout, fields)
-        options = {name: found["options"][name] for name in ("scale", "return_lse")}
-        return {**found, "heads": pick(rng, 1, 3, 16), "options": {**options, "expanded_bytes": pick(rng, 1, 2**28)}}
+        options = {**found["options"], "expanded_bytes": pick(rng, 1, 2**28)}
+        return {**found, "heads": pick(rng, 1, 3, 16), "options": options}
 
     @property
     def value_shapes(self) -> Shapes:
@@ -163,15 +191,14 @@ class PrefillKV(DecodeKV):
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
-        """`sinks`."""
-        return ("sinks", PER_HEAD)
+        """`cu_q_lens` (ragged query tokens) and `sinks`."""
+        return ("cu_q_lens", "sinks", PER_HEAD)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
         """Chunks of one token or of many."""
         found = super().sizes(rng, layout, fields)
-        options = {name: found["options"][name] for name in ("scale", "window", "return_lse")}
-        return {**found, "options": {**options, "gathered_bytes": pick(rng, 1, 2**28)}}
+        return {**found, "options": {**found["options"], "gathered_bytes": pick(rng, 1, 2**28)}}
 
     def expected(self, cache, values, draw, layer):
         """The same call by `xla`, with queries of the same dtype: gathered keys are rounded to it."""
@@ -213,6 +240,7 @@ class Plan(Case):
         """The arguments of `plan_decode`."""
         keywords = {name: dict(self.options)[name] for name in ("window", "causal")}
         keywords |= {"num_heads": self.heads, "dtype": self.dtype, INVARIANT: INVARIANT in self.extras}
+        keywords |= {name: array for name, array in draw.keywords.items() if name in PREFIXES}
         if "cu_q_lens" in self.extras:
             tokens = {"cu_q_lens": draw.keywords["cu_q_lens"], "total": self.attention.total}
         else:

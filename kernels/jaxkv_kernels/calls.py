@@ -464,17 +464,25 @@ class DecodeMLASparse(CacheCall[tuple[jax.Array, jax.Array, jax.Array | None], M
 
 @record
 class PrefillCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
-    """Causal attention of many new tokens to keys and values that are gathered first; returns out and lse.
+    """Attention of many query tokens to keys and values that are gathered first; returns out and lse.
 
-    Earlier tokens are gathered in chunks, whose keys and values together have at most `chunk_bytes` bytes.
+    The query tokens are the last tokens of their requests.  The one at position p sees the tokens from p - window + 1
+    to p + ahead.  Earlier tokens are gathered in chunks, whose keys and values together have at most `chunk_bytes`
+    bytes.
     """
 
     block_tables: jax.Array
     """[B, M]."""
     seq_lens: jax.Array
     """[B]."""
+    cu_q_lens: jax.Array | None
+    """[B + 1], the running sum of the query tokens of a ragged batch; None if each request has Q."""
     scale: float = field(metadata=STATIC)
     """The softmax scale."""
+    logit_cap: float | None = field(metadata=STATIC)
+    window: int | None = field(metadata=STATIC)
+    ahead: int | None = field(metadata=STATIC)
+    """Both as in `DecodeCall`."""
     chunk_bytes: int = field(metadata=STATIC)
 
 
@@ -492,8 +500,6 @@ class PrefillMLA(PrefillCall[MLAEntry]):
     w_uv: jax.Array
     """[H, V, R]."""
     kv_scale: jax.Array | None
-    cu_q_lens: jax.Array | None
-    """[B + 1], the running sum of the query tokens of a ragged batch; None if each request has Q."""
 
     def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.prefill_mla(self)
@@ -511,14 +517,13 @@ class PrefillMLA(PrefillCall[MLAEntry]):
 
 @record
 class PrefillKV(PrefillCall[KVEntry]):
-    """Attention to keys and values as they are stored: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]."""
+    """Attention to keys and values as they are stored: out [..., Hq, Dv] and float32 lse [..., Hq]."""
 
     operation = "prefill_kv"
     q: jax.Array
-    """[B, Q, Hq, D], the last Q tokens of each request."""
+    """[B, Q, Hq, D], the last Q tokens of each request; with `cu_q_lens`, [T, Hq, D]."""
     k_scale: jax.Array | None
     v_scale: jax.Array | None
-    window: int | None = field(metadata=STATIC)
 
     def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.prefill_kv(self)

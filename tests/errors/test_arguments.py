@@ -31,6 +31,7 @@ from errors.calls import (
     read_mla,
     select_experts,
     select_topk,
+    shared,
     write_kv,
     write_mla,
 )
@@ -228,6 +229,19 @@ STATICS = [
     ("limit of a float", lambda a: decode_kv(a, window=(64.0, 64)), ["`window`", "(64.0, 64)", "ints"]),
     ("limit of True", lambda a: decode_kv(a, window=(True, 64)), ["`window`", "(True, 64)", "ints"]),
     ("limit of None", lambda a: prefill_kv(a, window=(None, 64)), ["`window`", "(None, 64)", "-1 for no limit"]),
+    ("window of a prefill in latents", lambda a: prefill_mla(a, window=0), ["`window`", "is 0:", "positive int"]),
+    ("logit_cap of a prefill", lambda a: prefill_kv(a, logit_cap=-1.0), ["`logit_cap`", "-1.0", "positive number"]),
+    ("causal of a prefill", lambda a: prefill_mla(a, causal=0), ["`causal`", "is 0:", "True or False"]),
+    (
+        "int window of a prefill without a causal mask",
+        lambda a: prefill_kv(a, window=3, causal=False),
+        ["`window`", "is 3:", "tuple"],
+    ),
+    ("window beside a prefix", lambda a: shared(a, window=9), ["`window`", "is 9:", "None", "`prefix_tables`"]),
+    ("lengths without a prefix", lambda a: decode_kv(a, prefix_lens=3), ["`prefix_lens`", "without `prefix_tables`"]),
+    ("prefix_of without a prefix", lambda a: decode_mla(a, prefix_of=a.ids), ["`prefix_of`", "without"]),
+    ("prefix without a length", lambda a: shared(a, prefix_lens=None), ["`prefix_lens` is a NoneType"]),
+    ("prefix of a float length", lambda a: shared(a, prefix_lens=9.5), ["`prefix_lens`", "float"]),
     ("array limit", lambda a: decode_kv(a, window=(64, a.lengths[0])), ["`window`", "ints", "static"]),
     (
         "int window without a causal mask",

@@ -38,6 +38,8 @@ MODES = {
     "decode_kv": FORWARD,
     "decode_kv, ragged": FORWARD,
     "decode_kv, ragged with a window": FORWARD,
+    "decode_mla, with a prefix": FORWARD,
+    "decode_kv, with prefixes": FORWARD,
     "decode_mla_sparse": BOTH,
     "decode_mla_sparse, of two caches": BOTH,
     "indexer_logits": FORWARD,
@@ -66,6 +68,9 @@ MODES = {
     "prefill_mla, ragged": FORWARD,
     "prefill_kv": FORWARD,
     "prefill_kv, with a window": FORWARD,
+    "prefill_kv, ragged": FORWARD,
+    "prefill_kv, ragged with a window": FORWARD,
+    "prefill_mla, with a window": FORWARD,
     "mla_ragged_paged_attention": FORWARD,
     "ragged_paged_attention": FORWARD,
 }

@@ -55,6 +55,15 @@ class TestKVTreeMasks(suites.KVTreeMasks):
     implementation = "xla"
 
 
+@pytest.mark.ci  # as for keys and values
+class TestMLASharedPrefixes(suites.MLASharedPrefixes):
+    implementation = "xla"
+
+
+class TestKVSharedPrefixes(suites.KVSharedPrefixes):
+    implementation = "xla"
+
+
 class TestKVCombinations(suites.KVCombinations):
     implementation = "xla"
 

@@ -146,6 +146,18 @@ def _decode_kv_windowed(n, d):
     return {**_decode_kv_ragged(n, d), "window": (2, 1)}
 
 
+def _decode_kv_of_prefixes(n, d):
+    """Every request has one of several prefixes, or none."""
+    prefixes = {"prefix_tables": d.distinct(6, n.S, n.M), "prefix_lens": d.ints(1, 9, n.S)}
+    options = dict(prefix_of=d.ints(-1, 2, n.B), layer=d.layer(), scale=0.3, return_lse=True)
+    return dict(q=d.floats(n.B, n.Q, n.H, 8), cache=d.cache(KV), **d.tables(n), **prefixes, **options)
+
+
+def _decode_mla_of_a_prefix(n, d):
+    prefix = {"prefix_tables": d.distinct(6, n.M), "prefix_lens": d.ints(1, 9)}
+    return {**_decode_mla(n, d), **prefix}
+
+
 def _plan_decode(n, d):
     return dict(cache=d.cache(MLA), **d.tables(n), num_heads=n.H, q_len=n.Q)
 
@@ -243,6 +255,11 @@ def _prefill_kv(n, d):
     return dict(q=d.floats(n.B, n.Q, n.H, 8), cache=d.cache(KV), **d.tables(n), **options)
 
 
+def _prefill_kv_ragged(n, d):
+    options = dict(layer=d.layer(), scale=0.3, gathered_bytes=1, cu_q_lens=d.running_sum(n.B, n.T))
+    return dict(q=d.floats(n.T, n.H, 8), cache=d.cache(KV), **d.tables(n), **options, logit_cap=5.0)
+
+
 def _ragged(n, d):
     """The last arguments of tpu-inference's kernels."""
     paged = {"kv_lens": d.ints(3, 9, n.B), "page_indices": d.distinct(6, n.B * n.M)}
@@ -300,6 +317,8 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "decode_kv": _decode_kv,
     "decode_kv, ragged": _decode_kv_ragged,
     "decode_kv, ragged with a window": _decode_kv_windowed,
+    "decode_mla, with a prefix": _decode_mla_of_a_prefix,
+    "decode_kv, with prefixes": _decode_kv_of_prefixes,
     "decode_mla_sparse": _decode_mla_sparse,
     "decode_mla_sparse, of two caches": _decode_mla_sparse_of_two,
     "indexer_logits": _indexer,
@@ -332,6 +351,9 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "prefill_mla, ragged": _prefill_mla_ragged,
     "prefill_kv": _prefill_kv,
     "prefill_kv, with a window": lambda n, d: {**_prefill_kv(n, d), "window": 3},
+    "prefill_kv, ragged": _prefill_kv_ragged,
+    "prefill_kv, ragged with a window": lambda n, d: {**_prefill_kv_ragged(n, d), "window": (2, 1), "causal": False},
+    "prefill_mla, with a window": lambda n, d: {**_prefill_mla(n, d), "window": (2, 1), "causal": False},
     "mla_ragged_paged_attention": _mla_ragged,
     "ragged_paged_attention": _kv_ragged,
 }

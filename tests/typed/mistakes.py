@@ -152,6 +152,10 @@ jaxkv.plan_decode(keys, tables, lengths, num_heads=16)
 jaxkv.prefill_mla(q[:, None], q_pe[:, None], cache, tables, lengths, layer=0, scale=0.1)
 # argument: an indexer's cache
 jaxkv.prefill_mla(q[:, None], q_pe[:, None], w_uk, w_uv, keys, tables, lengths, layer=0, scale=0.1)
+# argument: a window of strings
+jaxkv.prefill_mla(q[:, None], q_pe[:, None], w_uk, w_uv, cache, tables, lengths, layer=0, scale=0.1, window="all")
+# argument: the blocks of a prefix in a list
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, prefix_tables=[3, 4], prefix_lens=100)
 # attribute: with return_lse, two arrays are returned
 jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, return_lse=True).shape
 

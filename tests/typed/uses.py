@@ -41,6 +41,18 @@ jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, window=(64
 jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=(127, -1), return_lse=True)
 jaxkv.plan_decode(kv_cache, tables, lengths, num_heads=16, window=(-1, 127), causal=False)
 jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, window=(127, 0))
+jaxkv.prefill_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, cu_q_lens=lengths, causal=False, logit_cap=30.0)
+of_a_prefix = jaxkv.decode_kv(
+    q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, prefix_tables=np.zeros(4, np.int32), prefix_lens=200
+)
+assert_type(of_a_prefix, jax.Array)
+cascade = jaxkv.plan_decode(
+    cache, tables, lengths, num_heads=16, prefix_tables=tables, prefix_lens=lengths, prefix_of=lengths
+)
+jaxkv.decode_mla(
+    q, q_pe, cache, tables, lengths, layer=0, scale=0.1, plan=cascade, prefix_tables=tables, prefix_lens=lengths,
+    prefix_of=lengths, return_lse=True,
+)  # fmt: skip
 both = jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, return_lse=True, implementation="xla")
 assert_type(both, tuple[jax.Array, jax.Array])
 assert_type(jaxkv.decode_kv(q_kv, kv_cache, *on_host, layer=0, scale=0.1, sinks=np.ones(16)), jax.Array)
@@ -59,11 +71,20 @@ assert_type(largest, tuple[jax.Array, jax.Array])
 all_three = jaxkv.decode_mla_sparse(*queries, cache, slots, layer=0, scale=0.1, return_lse=True, return_max_logits=True)
 assert_type(all_three, tuple[jax.Array, jax.Array, jax.Array])
 prefilled = jaxkv.prefill_mla(q[:, None], q_pe[:, None], w_uk, w_uv, cache, tables, lengths, layer=0, scale=0.1)
+windowed = jaxkv.prefill_mla(
+    q[:, None], q_pe[:, None], w_uk, w_uv, cache, tables, lengths, layer=0, scale=0.1, window=(127, 4), causal=False,
+    sinks=np.ones(16, np.float32), return_lse=True,
+)  # fmt: skip
+assert_type(windowed, tuple[jax.Array, jax.Array])
 assert_type(prefilled, jax.Array)
 prefilled_kv = jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, return_lse=True)
 assert_type(prefilled_kv, tuple[jax.Array, jax.Array])
 
 assert_type(jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0), KVCache[KVEntry])
+read_only = jaxkv.ragged_paged_attention(
+    q_kv, None, None, kv_cache, lengths, lengths, lengths, lengths, layer=0, update_kv_cache=False, out_dtype="float32"
+)
+assert_type(read_only, tuple[jax.Array, KVCache[KVEntry]])
 turned = jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0, cos_sin=np.ones((2, 128)), interleaved=True)
 assert_type(turned, KVCache[KVEntry])
 entries = cache.layout.entry.pack({"latent": q_kv[:, 0], "rope": np.ones((2, 64))})

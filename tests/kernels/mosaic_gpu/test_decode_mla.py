@@ -55,6 +55,11 @@ class Mosaic:
 
 
 @on_hopper
+class TestSharedPrefixes(Mosaic, suites.MLASharedPrefixes):
+    """The whole suite, on the GPU."""
+
+
+@on_hopper
 class TestDecodeMLA(Mosaic, suites.DecodeMLA):
     """The whole suite, on the GPU."""
 

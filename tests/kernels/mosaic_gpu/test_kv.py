@@ -48,6 +48,11 @@ class TestDecodeKV(Mosaic, suites.DecodeKV):
 
 
 @on_hopper
+class TestSharedPrefixes(Mosaic, suites.KVSharedPrefixes):
+    """The whole suite, on the GPU."""
+
+
+@on_hopper
 class TestQuantisedHeads(TestDecodeKV):
     """The whole suite in sizes that quantised entries have, too."""
 

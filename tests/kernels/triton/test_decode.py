@@ -26,6 +26,16 @@ class TestDecodeMLASparse(Triton, suites.DecodeMLASparse):
     """The whole suite, on the GPU."""
 
 
+@on_gpu
+class TestMLASharedPrefixes(Triton, suites.MLASharedPrefixes):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestKVSharedPrefixes(Triton, suites.KVSharedPrefixes):
+    """The whole suite, on the GPU."""
+
+
 class ExtraSlots(Triton, suites.ExtraSlots):
     """Sparse attention to two caches."""
 
@@ -41,6 +51,18 @@ class ExtraSlots(Triton, suites.ExtraSlots):
 @on_gpu
 class TestExtraSlots(ExtraSlots):
     """The whole suite, on the GPU."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedMLASharedPrefixes(Triton, suites.MLASharedPrefixes):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedKVSharedPrefixes(Triton, suites.KVSharedPrefixes):
+    """The whole suite."""
 
 
 @interpreted

@@ -27,6 +27,8 @@ from support.suites.attention.extra_slots import ExtraSlotsChecks as ExtraSlotsC
 from support.suites.attention.masks import KVTreeMasks as KVTreeMasks
 from support.suites.attention.masks import MLATreeMasks as MLATreeMasks
 from support.suites.attention.merge import Merge as Merge
+from support.suites.attention.shared_prefix import KVSharedPrefixes as KVSharedPrefixes
+from support.suites.attention.shared_prefix import MLASharedPrefixes as MLASharedPrefixes
 from support.suites.attention.token_scales import TokenScales as TokenScales
 from support.suites.base import assert_a_scan_stacks as assert_a_scan_stacks
 from support.suites.base import layout_of as layout_of
