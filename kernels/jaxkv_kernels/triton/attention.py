@@ -22,7 +22,6 @@ import numpy as np
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.triton.arithmetic import dot, rounded
 from jaxkv_kernels.triton.codecs import (
-    E2M1_TILE,
     e2m1_unit,
     from_quarters,
     halves,
@@ -34,7 +33,7 @@ from jaxkv_kernels.triton.codecs import (
     widened,
 )
 from jaxkv_kernels.triton.language import tl, triton
-from jaxkv_kernels.triton.tiles import load_pieces, slots_of, token_address
+from jaxkv_kernels.triton.tiles import load_pieces, second_part, slots_of, token_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,8 +143,10 @@ class EntryLoads:
     """Whether the GPU has instructions that convert e4m3."""
     even: bool
     """Whether all sizes and strides are even numbers of bytes."""
-    second_at: int = 0
-    """Bytes from the start of a plain or e4m3 entry to its value, which may lie apart."""
+    second_at: int | None = 0
+    """Bytes from the start of a key to its value; None if values have strides of their own."""
+    scales_at: tuple[int, int] = (0, 0)
+    """Bytes from the start of a key, and from that of a value, to its scales."""
 
     @property
     def loads(self) -> int:
@@ -205,13 +206,14 @@ def join_columns(x, WAYS: tl.constexpr):
 
 
 @triton.jit
-def load_keys_and_values(entry, known, LOADS: tl.constexpr):
-    """Tiles [n, columns] of the keys and of the values of the entries at byte pointers `entry` [n]; 0 if not `known`.
+def load_keys_and_values(buffer, layer, slot, head, known, PAGES: tl.constexpr, LOADS: tl.constexpr):
+    """Tiles [n, columns] of the keys and of the values of the entries at `slot` [n] of a head; 0 if not `known`.
 
     Values of `fp8` and `int8` are returned as stored, others multiplied by their own scales.  The third result has the
     scales [n] of keys and of values if they are `per_token`, otherwise nothing.
     """
     factors = ()
+    entry = token_address(buffer, layer, slot, head, PAGES)
     if LOADS.latents:
         NUM_LOADS: tl.constexpr = LOADS.loads
         values = ()
@@ -220,24 +222,25 @@ def load_keys_and_values(entry, known, LOADS: tl.constexpr):
         # The rotary keys come first: their product is the first term of the scores.
         keys = _rope_tile(entry, known, LOADS) + values
     elif LOADS.format == "nvfp4":
-        SCALES: tl.constexpr = (LOADS.first + LOADS.second) // 2
         keys = load_e2m1(
-            entry, entry + SCALES, known,
+            entry, entry + LOADS.scales_at[0], known,
             LOADS.first, LOADS.first_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
         )  # fmt: skip
+        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
         values = load_e2m1(
-            entry + LOADS.first // 2, entry + SCALES + LOADS.first // E2M1_TILE, known,
+            value, value + LOADS.scales_at[1], known,
             LOADS.second, LOADS.second_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
         )  # fmt: skip
     elif LOADS.format == "int8":
         keys = int8_halves(load_pairs(entry, known, LOADS.first, LOADS.first_columns, LOADS.even), LOADS.dtype)
-        pairs = load_pairs(entry + LOADS.first, known, LOADS.second, LOADS.second_columns, LOADS.even)
-        values = int8_halves(pairs, LOADS.dtype)
-        scales = (entry + LOADS.first + LOADS.second).to(tl.pointer_type(tl.float32))
-        factors += (tl.load(scales, mask=known, other=0.0), tl.load(scales + 1, mask=known, other=0.0))
+        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
+        values = int8_halves(load_pairs(value, known, LOADS.second, LOADS.second_columns, LOADS.even), LOADS.dtype)
+        key_scale = (entry + LOADS.scales_at[0]).to(tl.pointer_type(tl.float32))
+        value_scale = (value + LOADS.scales_at[1]).to(tl.pointer_type(tl.float32))
+        factors += (tl.load(key_scale, mask=known, other=0.0), tl.load(value_scale, mask=known, other=0.0))
     else:
         keys = (_plain_tile(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS),)
-        value = entry + tl.full((), LOADS.second_at, tl.int64)
+        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
         values = (_plain_tile(value, known, 0, LOADS.second, LOADS.second_columns, LOADS),)
     return keys, values, factors
 
@@ -451,7 +454,7 @@ def attend_tiles(
         slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
         ahead = position + KEYS
         block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
-        k, v, factors = load_keys_and_values(token_address(buffer, layer, slot, head, PAGES), known, LOADS)
+        k, v, factors = load_keys_and_values(buffer, layer, slot, head, known, PAGES, LOADS)
         score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
         if LOADS.per_token:
             score *= factors[0][None, :]
