@@ -109,15 +109,15 @@ MUTANTS = {
         Mutant(
             "entries may cross the rows of a view",
             ADDRESSING,
-            "if row % stride or inside > stride or row // stride >= ROW_LIMIT:",
-            "if row % stride or row // stride >= ROW_LIMIT:",
+            "if not same or row % stride or max(inside) > stride or row // stride >= ROW_LIMIT:",
+            "if not same or row % stride or row // stride >= ROW_LIMIT:",
             ("tests/layout", *WRITES),
         ),
         Mutant(
             "values that lie apart are read beside their keys",
             ADDRESSING,
-            "pages.offset + part * pages.part_stride for part",
-            "pages.offset + part * pages.width for part",
+            "else (replace(self, values=None), self.values)",
+            "else (replace(self, values=None), replace(self, values=None, offset=self.offset + self.width))",
             WRITES,
         ),
         Mutant(
@@ -130,8 +130,8 @@ MUTANTS = {
         Mutant(
             "blocks with a gap around them count as runs",
             ADDRESSING,
-            "return end <= self.block_stride and self.block_stride * self.num_blocks == self.size",
-            "return end <= self.block_stride",
+            "return self.block_stride * self.num_blocks == self.size and all(",
+            "return all(",
             ("tests/layout", *BLOCKS),
         ),
         Mutant(

@@ -164,10 +164,13 @@ class Case:
             f" {name}={value}" for name, value in self.options if name in ("scale", "logit_cap", "window", "causal")
         )
         options += "".join(f" {name}" for name in self.extras)
+        values = ""
+        if (own := layout.value_strides) is not None:
+            values = f", values {own.layer}/{own.block}/{own.head}/{own.token} +{layout.value_offset}"
         return (
             f"{self.operation} {entry.format} {'+'.join(map(str, entry.sizes))} {self.dtype.name} "
             f"[{self.requests}, {self.q_len}, {self.heads}] x {self.columns} columns, {self.count}{options}; "
             f"L={layout.num_layers} B={layout.num_blocks} N={layout.block_size} H={layout.num_heads} {layout.order} "
-            f"strides {strides.layer}/{strides.block}/{strides.head}/{strides.token}/{strides.part} "
-            f"+{layout.offset} of {layout.size} {layout.dtype}"
+            f"strides {strides.layer}/{strides.block}/{strides.head}/{strides.token} +{layout.offset}{values} "
+            f"of {layout.size} {layout.dtype}"
         )

@@ -4,6 +4,8 @@ A shape is written as its axes, outermost first: L layers, B blocks, N tokens of
 keys and values.
 """
 
+import re
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -13,7 +15,7 @@ from support import oracle
 from support.compare import assert_close, assert_same_bits
 
 COUNTS = {"L": 3, "B": 6, "N": 4, "H": 2, "C": 8, "2": 2}
-NAMES = {"L": "layer", "B": "block", "N": "token", "H": "head", "2": "part"}
+NAMES = {"L": "layer", "B": "block", "N": "token", "H": "head"}
 
 KEYS_AND_VALUES = {
     "2BNHC": "vLLM, FlashAttention until 2026, a layer",
@@ -43,11 +45,12 @@ def viewed(axes, entry, content=None):
     latents = isinstance(entry, jaxkv.MLAEntry)
     counts = {**COUNTS, "C": content or (sum(entry.sizes) if latents else COUNTS["C"])}
     array = np.random.default_rng(0).standard_normal([counts[a] for a in axes]).astype(np.float32)
-    strides = {NAMES[a]: array.strides[i] // 4 for i, a in enumerate(axes[:-1])}
+    steps = {a: array.strides[i] // 4 for i, a in enumerate(axes[:-1])}
+    strides = {NAMES[a]: step for a, step in steps.items() if a != "2"}
     layout = jaxkv.CacheLayout.from_strides(
         num_layers=counts["L"] if "L" in axes else 1, num_blocks=counts["B"], block_size=counts["N"],
         num_heads=counts["H"] if "H" in axes else 1, entry=entry, size=array.size,
-        strides={"layer": 0, "head": 0, "block": 0, "token": 0, **strides},
+        strides={"layer": 0, "head": 0, "block": 0, "token": 0, **strides}, value_offset=steps.get("2"),
     )  # fmt: skip
     wanted = [a for a in ("L", "B", "N", "H", "C" if latents else "2", "C") if a in axes]
     wanted = list(dict.fromkeys(wanted))
@@ -160,43 +163,67 @@ def latent_width(entry):
     return sum(entry.sizes)
 
 
-def strides(**changed):
-    return {"layer": 0, "block": 64, "token": 8, "head": 0, "part": 1024, **changed}
+F32 = jaxkv.KVEntry("f32", 8)
+STEPS = {"layer": 0, "block": 64, "token": 8, "head": 0}
 
 
 @pytest.mark.parametrize(
-    ("entry", "steps", "message"),
+    ("entry", "given", "message"),
     [
-        (jaxkv.MLAEntry("f32", latent=4, rope=4), strides(), "`strides.part` is 1024: expected 0 for MLAEntry"),
-        (jaxkv.KVEntry("f32", 8, 4), strides(), "`strides.part` is 1024: expected 0 for KVEntry.*equal size"),
-        (
-            jaxkv.KVEntry("f32", 8),
-            strides(part=32),
-            r"entries overlap: entry \(layer 0, block 0, head 0, token 0, part 1\)",
-        ),
-        (jaxkv.KVEntry("f32", 8), strides(part=1020), "strides leave the buffer|overlap"),
-        (jaxkv.KVEntry("f32", 8), strides(part=-8), "`strides.part` is -8: expected at least 1"),
+        (jaxkv.MLAEntry("f32", 4, 4), {}, "MLAEntry.* is stored as a whole: only the keys and values"),
+        (jaxkv.KVEntry("int8", 6, 2), {"dtype": "uint8"}, r"K scales would begin at byte 6, expected a multiple of 4"),
+        (jaxkv.KVEntry("bf16", 3, 5), {"dtype": "float32"}, r"`dtype` is float32 .* does divide the 6 and 10 bytes"),
+        (F32, {"value_offset": 36}, r"value \(layer 0, block 0, head 0, token 0\) begins at element 36, and key \(.*"
+         r"token 4\) has elements \[32, 40\) "),
+        (F32, {"value_strides": {**STEPS, "token": 4}}, r"value \(.*token 1\) begins at element 1028, and value \(.*"
+         r"token 0\) has elements \[1024, 1032\) \(strides Strides\(layer=\d+, block=64, head=8, token=4"),
+        (F32, {"value_strides": {**STEPS, "block": -64}}, "`value_strides.block` is -64: expected at least 1"),
+        (F32, {"value_strides": {**STEPS, "content": 2}}, "`value_strides.content` is 2: expected 1"),
+        (F32, {"value_strides": {"block": 64}}, "`value_strides` is {'block': 64}: expected Strides"),
+        (F32, {"value_offset": 1.5}, "`value_offset` is 1.5: expected an int"),
+        (F32, {"value_offset": 1028}, r"values lie in elements \[1028, 2052\), the buffer has `size` 2048"),
+        (F32, {"value_offset": -8, "offset": 1024}, r"values lie in elements \[-8, 1016\)"),
     ],
-)
-def test_wrong_parts(entry, steps, message):
+)  # fmt: skip
+def test_wrong_places_of_values(entry, given, message):
     with pytest.raises(ValueError, match=message):
-        jaxkv.CacheLayout.from_strides(num_layers=1, num_blocks=16, block_size=8, entry=entry, strides=steps, size=2040)
+        jaxkv.CacheLayout.from_strides(
+            num_layers=1, num_blocks=16, block_size=8, entry=entry, size=2048,
+            strides=STEPS, **{"value_offset": 1024, **given},
+        )  # fmt: skip
+
+
+def test_places_of_values_need_strides():
+    with pytest.raises(ValueError, match="`value_offset` is 64: expected neither without `strides`"):
+        jaxkv.CacheLayout(num_layers=1, num_blocks=1, block_size=8, entry=F32, value_offset=64)
 
 
 def test_values_that_follow_their_keys_are_not_apart():
-    layouts = [
+    steps = {"layer": 0, "block": 128, "token": 16, "head": 0}
+    given = {}, {"value_offset": 8}, {"value_strides": {**steps, "layer": 99}}, {"value_offset": 4}
+    first, *same, other = (
         jaxkv.CacheLayout.from_strides(
-            num_layers=1, num_blocks=4, block_size=8, entry=jaxkv.KVEntry("f32", 8), size=512,
-            strides={"layer": 0, "block": 128, "token": 16, "head": 0, **part},
+            num_layers=1, num_blocks=4, block_size=8, entry=jaxkv.KVEntry("f32", *sizes), size=512, strides=steps, **own
         )
-        for part in ({}, {"part": 8})
-    ]  # fmt: skip
-    assert layouts[0] == layouts[1]
-    assert layouts[0].fingerprint == layouts[1].fingerprint
+        for own, sizes in zip(given, [(8,), (8,), (8,), (4, 12)], strict=True)
+    )
+    assert {first} == {*same}
+    assert {first.fingerprint} == {layout.fingerprint for layout in same}
+    assert (first.value_offset, other.value_offset) == (None, None), "nor are values of another width"
+
+
+def test_quantised_values_right_behind_their_keys_have_planes():
+    """Scales of an int8 entry follow its values; in planes, each array of values is followed by its own."""
+    strides = {"layer": 0, "block": 8 * 24, "token": 24, "head": 0}
+    sizes = dict(num_layers=1, num_blocks=4, block_size=8, entry=jaxkv.KVEntry("int8", 8), size=4 * 8 * 24 + 8)
+    layout = jaxkv.CacheLayout.from_strides(**sizes, strides=strides, value_offset=12)
+    assert layout.value_offset == 12
+    assert [part.width for part in layout.pages.parts] == [12, 12]
+    assert layout.is_layer_contiguous
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
-def test_mosaic_gpu_rejects_keys_and_values_that_lie_apart_where_it_converts_them(form):
+def test_mosaic_gpu_attends_to_keys_and_values_that_lie_apart_if_they_are_not_quantised(form):
     _, layout, _ = viewed("2BNHC", jaxkv.KVEntry(form, 128), content=128)
     cache = jaxkv.KVCache(jnp.zeros(layout.size, layout.dtype), layout)
     new, tables = jnp.zeros((1, 2, 128), jnp.bfloat16), jnp.zeros((1, 2), jnp.int32)
@@ -207,11 +234,16 @@ def test_mosaic_gpu_rejects_keys_and_values_that_lie_apart_where_it_converts_the
     ):
         options |= dict.fromkeys(("k_scale", "v_scale"), 1.0) if layout.entry.codec.scaled else {}
         reasons = jaxkv.explain(operation, *args, layer=0, **options).reasons
-        assert any("lie apart: supports values" in reason for reason in reasons["mosaic_gpu"]) == (form == "fp8")
+        rejected = form == "fp8" and operation is jaxkv.decode_kv
+        assert any("lie apart: supports values" in reason for reason in reasons["mosaic_gpu"]) == rejected
         assert not any("lie apart" in reason for reason in reasons["triton"])
 
 
 def test_the_table_and_the_memory_map_show_both_planes():
     _, layout, _ = viewed("B2NHC", jaxkv.KVEntry("f32", 8))
-    assert "part                 2                  64" in str(layout)
+    table = str(layout)
+    assert re.search(
+        r"keys +count.*\n(.*\n)*block +6 +128 +512\n(.*\n)*\nvalues +count.*\n(.*\n)*block +6 +128 +512\n", table
+    )
+    assert "offset       64 elements, 256 bytes (values of 32 bytes)" in table
     assert "values" in layout._repr_svg_()

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv import parallel
 from jaxkv.parallel import context
-from jaxkv.testing.buffers import entry_bytes, to_bytes
+from jaxkv.testing.buffers import get_entries, set_entries, to_bytes
 from parallel.batches import (
     BLOCK,
     ENTRIES,
@@ -141,14 +141,15 @@ def on_shards(entry, devices, interleave, tokens=1, plans=False, **options):
 def assert_shards_hold_their_tokens_alone(after, whole, devices, interleave):
     """Every shard has its tokens of the cache `whole`, one after the other, and NaN elsewhere."""
     layout, tables = whole.layout, np.asarray(batch(whole.layout.entry).tables)
-    entries = entry_bytes(layout, to_bytes(whole))[LAYER]
+    entries = get_entries(layout, to_bytes(whole), LAYER)
     for shard, found in enumerate(np.asarray(after.buffer).reshape(devices, -1)):
         expected = scenes.garbage(layout, None)
-        mine = entry_bytes(layout, expected)[LAYER]
+        mine = get_entries(layout, expected, LAYER)
         for blocks, length in zip(tables, LENGTHS, strict=True):
             owned = [i for i in range(length) if i // interleave % devices == shard]
             for local, i in enumerate(owned):
                 mine[blocks[local // BLOCK], :, local % BLOCK] = entries[blocks[i // BLOCK], :, i % BLOCK]
+        set_entries(layout, expected, LAYER, mine)
         assert_same_bits(found.view(np.uint8), expected, f"shard {shard}")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import jaxkv
 from support import scenes
 
 NUMBERS, BYTES = "bf16", ("fp8", "indexer_fp8")
@@ -49,6 +50,32 @@ def on_layouts(entries, *, few=False):
             kind = type(entry).__name__.removesuffix("Entry")
             cases.append(pytest.param(entry, name, id=f"{kind} {entry.format}, {name}", marks=marks))
     return pytest.mark.parametrize(("entry", "name"), cases)
+
+
+def _apart():
+    """Entries in layouts of `scenes.APART`: each layout with numbers, and formats of bytes in planes of their own."""
+    bf16, uneven, fp8 = jaxkv.KVEntry("bf16", 16), jaxkv.KVEntry("bf16", 16, 8), jaxkv.KVEntry("fp8", 16)
+    int8, nvfp4 = jaxkv.KVEntry("int8", 16, 8), jaxkv.KVEntry("nvfp4", 32, 16)
+    chosen = dict(zip(scenes.APART, (bf16, fp8, uneven, int8), strict=True))
+    others = [(entry, name) for name in scenes.APART for entry in (bf16, uneven, fp8, int8, nvfp4)]
+    cases = [(entry, name, ()) for name, entry in chosen.items()]
+    cases += [
+        (entry, name, pytest.mark.ci if name == "values with strides of their own" else pytest.mark.slow)
+        for entry, name in others
+        if chosen[name] != entry
+    ]
+    return [
+        pytest.param(entry, name, id=f"{entry.format} {'+'.join(map(str, entry.sizes))}, {name}", marks=marks)
+        for entry, name, marks in cases
+    ]
+
+
+apart = pytest.mark.parametrize(("entry", "name"), _apart())
+"""Parametrises `entry` and `name` of layouts whose keys and values lie apart.
+
+Each layout runs by default, with numbers or bytes, with planes of equal or unequal width; with strides of their own
+for values, all of these are `further`, and the others `slow`.
+"""
 
 
 def slow(*values):

@@ -43,6 +43,8 @@ class Truth:
     """(field, sizes, scales) to float64 values; field(first, count, dtype) are `count` numbers at byte `first`."""
     page_parts: Callable[[Any], tuple[int, ...]] | None = None
     """Of a format whose pages are split, the bytes of an entry in each region of a page; one region if they are not."""
+    planes: tuple[tuple[int, ...], ...] = ((0,), (1,))
+    """Where keys and values lie apart: which of the arrays that `encode` returns belong to each."""
 
 
 def encode(entry, parts, scales=(1.0, 1.0)):
@@ -59,6 +61,15 @@ def decode(entry, rows, scales=(1.0, 1.0)):
         return np.ascontiguousarray(rows[..., first:last]).view(dtype).astype(np.float64)
 
     return tuple(FORMATS[entry.format].decode(field, entry.sizes, scales))
+
+
+def planes(entry):
+    """Where keys and values lie apart: the bytes of an entry that each stores, in order."""
+    truth = FORMATS[entry.format]
+    pieces = truth.encode([np.zeros((1, size), np.float32) for size in entry.sizes], (1.0, 1.0))
+    ends = np.cumsum([as_bytes(piece).shape[-1] for piece in pieces])
+    found = np.split(np.arange(ends[-1]), ends[:-1])
+    return [np.concatenate([found[i] for i in plane]) for plane in truth.planes]
 
 
 def encode_state(states):
@@ -367,8 +378,8 @@ FORMATS = {
     "fp4_v41_split": Truth(
         _encode_fp4_v41, _decode_fp4_v41, lambda entry: (sum(entry.sizes) // 2, sum(entry.sizes) // 16)
     ),
-    "int8": Truth(_encode_int8, _decode_int8),
-    "nvfp4": Truth(_encode_nvfp4, _decode_nvfp4),
+    "int8": Truth(_encode_int8, _decode_int8, planes=((0, 2), (1, 3))),
+    "nvfp4": Truth(_encode_nvfp4, _decode_nvfp4, planes=((0, 2), (1, 3))),
     "indexer_mxfp4": Truth(
         _encode_indexer_mxfp4, _decode_indexer_mxfp4, lambda entry: (entry.head_dim // 2, entry.head_dim // 32)
     ),

@@ -338,7 +338,10 @@ def test_draws_are_of_every_kind():
     assert {True, False} == {layout.blocks_are_runs for layout in layouts}
     assert any(layout.strides.token > layout.num_heads * layout.width for layout in layouts if layout.order[0] == "B")
     assert any(layout.dtype != layout.entry.dtype for layout in layouts)
-    assert any(layout.strides.part for layout in layouts), "keys and values in planes of their own"
+    apart = [layout for layout in layouts if layout.value_offset is not None]
+    assert {layout.value_offset > layout.offset for layout in apart} == {True, False}, "values before and behind keys"
+    assert any(layout.entry.quantised for layout in apart)
+    assert any(layout.pages.value_distance is None for layout in apart), "strides of their own"
     extras = {name for case in drawn for name in case.extras}
     assert {"cos_sin", "extra", "sinks", "cu_q_lens", "queries in e4m3"} <= extras
     options = [dict(case.options) for case in drawn]

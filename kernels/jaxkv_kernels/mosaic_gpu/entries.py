@@ -37,7 +37,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages
+from jaxkv_kernels.addressing import Pages, join_runs
 from jaxkv_kernels.calls import (
     GatherEntries,
     GatherIndexerK,
@@ -56,7 +56,6 @@ from jaxkv_kernels.formats.entries import Entry, IndexerEntry
 from jaxkv_kernels.mosaic_gpu.entry_copies import EntryBytes, copy_reasons, load_entries, store_entries
 from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.entry_lanes import MOST_VALUES, mover, scale_of, step_of, teams
-from jaxkv_kernels.mosaic_gpu.layout_reasons import apart
 from jaxkv_kernels.mosaic_gpu.ragged_places import place_of
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
@@ -84,7 +83,7 @@ def gather(call: Gather) -> tuple[jax.Array, ...]:
 
 def gather_entries(call: GatherEntries) -> jax.Array:
     """The bytes of entries, uint8 [total, (H,) nbytes]; rows without a token are 0."""
-    return load_entries(call, EntryBytes(call.entry.nbytes, call.entry.one_head))[0]
+    return join_runs(call.pages, call.entry, load_entries(call, EntryBytes.of(call)))
 
 
 def write_unsupported_reasons(call: Write) -> Iterator[str]:
@@ -115,11 +114,8 @@ def gather_entries_unsupported_reasons(call: GatherEntries) -> Iterator[str]:
     """Reasons against a call that gathers the bytes of entries."""
     if call.entry.split:
         yield "split pages: supports entries whose parts lie together"
-    elif call.pages.num_parts > 1:
-        yield from apart(call.pages, call.entry)
     else:
-        whole = EntryBytes(call.entry.nbytes, call.entry.one_head)
-        yield from copy_reasons(whole, call.pages, call.buffer.dtype.itemsize)
+        yield from copy_reasons(EntryBytes.of(call), call.pages, call.buffer.dtype.itemsize)
 
 
 def _values(call: Write) -> tuple[jax.Array, ...]:
@@ -158,8 +154,6 @@ def _move_reasons(call: Write | Gather | Read, dtypes) -> Iterator[str]:
     itemsize = call.buffer.dtype.itemsize
     if _copied(call.entry, dtypes):
         yield from copy_reasons(call.entry, call.pages, itemsize)
-    elif call.pages.num_parts > 1:
-        yield from apart(call.pages, call.entry)
     else:
         yield from _conversion_reasons(call.entry, call.pages, itemsize)
 

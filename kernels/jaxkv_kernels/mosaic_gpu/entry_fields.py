@@ -68,17 +68,22 @@ class Field:
 
 def fields_of(entry: Entry, pages: Pages, itemsize: int) -> tuple[Field, ...]:
     """The fields of an entry in a buffer whose elements have `itemsize` bytes."""
-    parts = {part.name: part for part in entry.fields(pages.block_size if entry.split else 1)}
+    planes = [entry.fields(pages.block_size if entry.split else 1)] if pages.values is None else entry.planes
+    parts = {part.name: part for plane in planes for part in plane}
+    addresses = {
+        part.name: _address(part, own, itemsize)
+        for plane, own in zip(planes, pages.parts, strict=True)
+        for part in plane
+    }
     values = [part for name, part in parts.items() if "scales" not in name and name != "padding"]
     rule, padding, found = RULES.get(entry.format, NO_SCALES), parts.get("padding"), []
-    zeros = None if padding is None else (_address(padding, pages, itemsize), padding.count)
+    zeros = None if padding is None else (addresses["padding"], padding.count)
     for number, (part, count) in enumerate(zip(values, entry.sizes, strict=True)):
-        field = Field(number, count, part.dtype, _address(part, pages, itemsize), entry.codec.scaled)
+        field = Field(number, count, part.dtype, addresses[part.name], entry.codec.scaled)
         if part.dtype == rule.values:
             whole = next(part for name, part in parts.items() if "scales" in name)
             scales = parts.get(f"{part.name} scales", whole)
-            tile, address = count // scales.count, _address(scales, pages, itemsize)
-            field = replace(field, scales=address, rule=rule, tile=tile, padding=zeros)
+            field = replace(field, scales=addresses[scales.name], rule=rule, tile=count // scales.count, padding=zeros)
         found.append(field)
     return tuple(found)
 

@@ -159,17 +159,20 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
     row_tiles = -(-tokens * group // TILE)
     stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, including those that TMA clips
     per_tile = min(padded, TILE)  # the same for arrays with one value per row: TMA does not clip copies to them
-    view = token_rows(pages)
-    apart = pages.num_parts > 1  # keys and values, each in a tile of its own; otherwise side by side in one tile
+    views = [token_rows(part) for part in pages.parts]
+    apart = len(views) > 1  # keys and values, each in a tile of its own; otherwise side by side in one tile
     first_value = 0 if apart else head_dim
     stages, query_stages = _stages(config, head_dim, value_dim, dtype.itemsize)
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def body(
-        q_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
-        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
-        q, kv, other, stats, q_full, done, kv_full, kv_free, both, taken, operands: Any = None
+        q_ref, *refs, q, kv, other, stats, q_full, done, kv_full, kv_free, both, taken,
+        v: Any = None, operands: Any = None
     ):  # fmt: skip
+        kv_refs, refs = refs[: len(views)], refs[len(views) :]
+        table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref, *refs = refs
+        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = refs
+        values_in = v if apart else kv
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, head_and_tile, wg = (lax.axis_index(axis) for axis in ("partition", "tile", "wg"))
         head = floordiv(head_and_tile, row_tiles)
@@ -177,12 +180,6 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
         table = PageTable(table_ref, pages)
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
         first, work_end, first_tile = load_work_range(partitions_ref, partition)
-
-        def keys_at(stage):
-            return (stage, 0) if apart else (stage,)
-
-        def values_at(stage):
-            return (stage, 1) if apart else (stage,)
 
         def query_stage_of(n):
             return lax.rem(n - first, jnp.int32(query_stages))
@@ -196,10 +193,11 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
 
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
-            paged = PagedKeys(kv_ref, view, table, jnp.where(in_cache, layer_ref[0], 0), head)
+            layer = jnp.where(in_cache, layer_ref[0], 0)
+            paged = [PagedKeys(ref, view, table, layer, head) for ref, view in zip(kv_refs, views, strict=True)]
 
             def look_up(tile: WorkTile, i):
-                return tuple(paged.look_up(tile.request, first_token_of(tile, i, side)) for side in range(2))
+                return tuple(paged[0].look_up(tile.request, first_token_of(tile, i, side)) for side in range(2))
 
             def fetch(found, first_token, side, used):
                 stage = 2 * lax.rem(used, jnp.int32(stages)) + side
@@ -208,11 +206,8 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
                 def _():
                     plgpu.barrier_wait(kv_free.at[stage])
 
-                if apart:
-                    fetched = [Columns(0, head_dim, kv.at[stage, p], kv_full.at[stage], p) for p in range(2)]
-                else:
-                    fetched = [Columns(0, head_dim + value_dim, kv.at[stage], kv_full.at[stage])]
-                paged.fetch(found, first_token, *fetched)
+                for each, into in zip(paged, (kv, v), strict=False):
+                    each.fetch(found, first_token, Columns(0, into.shape[-1], into.at[stage], kv_full.at[stage]))
 
             def store_result(n):
                 request, *_, split, _ = load_work_tile(work_tiles_ref, n)
@@ -317,7 +312,7 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
                     def product(acc):
                         plgpu.barrier_wait(kv_full.at[stage])
                         for c, columns in enumerate(chunks_of(head_dim)):
-                            keys = kv.at[*keys_at(stage), :, columns]
+                            keys = kv.at[stage, :, columns]
                             plgpu.wgmma(acc, q.at[query_stage + z, c], keys.transpose((1, 0)))
                         return acc[...]
 
@@ -341,11 +336,11 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
                     def _():
                         first_token = first_token_of(tile, i, side)
                         clear_values(
-                            kv, values_at(stage), first_value, value_dim, table, request, first_token, length,
+                            values_in, (stage,), first_value, value_dim, table, request, first_token, length,
                             first_seen=first_seen, interpret=interpret,
                         )  # fmt: skip
 
-                    values = kv.at[*values_at(stage), :, pl.ds(first_value, value_dim)]
+                    values = values_in.at[stage, :, pl.ds(first_value, value_dim)]
                     acc, _ = multiply_add(acc, w.astype(dtype), values, scratch=scratch)
                     plgpu.barrier_arrive(kv_free.at[stage])
                     return acc, running_max, row_sum + fold_columns(jnp.add, w)
@@ -417,12 +412,13 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
         scratch_types={
             # In chunks of columns, so that it holds both queries, as wide as keys, and results, as wide as values.
             "q": swizzled(query_stages, max(head_dim, value_dim) // CHUNK, TILE, CHUNK, dtype=dtype),
-            "kv": swizzled(2 * stages, *((2, TILE, head_dim) if apart else (TILE, head_dim + value_dim)), dtype=dtype),
+            "kv": swizzled(2 * stages, TILE, head_dim if apart else head_dim + value_dim, dtype=dtype),
+            **({"v": swizzled(2 * stages, TILE, value_dim, dtype=dtype)} if apart else {}),
             "other": swizzled(TILE, value_dim, dtype=jnp.float32),
             "stats": plgpu.SMEM((2 + 2 * query_stages, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=head_dim // CHUNK, num_barriers=query_stages),
             "done": plgpu.Barrier(num_barriers=query_stages),
-            "kv_full": plgpu.Barrier(num_arrivals=pages.num_parts * copies_per_tile(pages), num_barriers=2 * stages),
+            "kv_full": plgpu.Barrier(num_arrivals=len(views) * copies_per_tile(pages), num_barriers=2 * stages),
             "kv_free": plgpu.Barrier(num_barriers=2 * stages),
             "both": plgpu.Barrier(num_arrivals=2),
             "taken": plgpu.Barrier(),
@@ -430,7 +426,7 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
             **({"operands": swizzled(2, TILE, TILE, dtype=dtype)} if interpret else {}),
         },
     )(
-        q, view.of(buffer), call.block_tables, jnp.reshape(call.layer, (1,)), jnp.reshape(call.scale, (1,)),
-        plan.partitions, plan.work_tiles, plan.split_requests,
+        q, *(view.of(buffer) for view in views), call.block_tables, jnp.reshape(call.layer, (1,)),
+        jnp.reshape(call.scale, (1,)), plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
     return KernelResults(*results)

@@ -22,7 +22,6 @@ import numpy as np
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.triton.arithmetic import dot, rounded
 from jaxkv_kernels.triton.codecs import (
-    E2M1_TILE,
     computed_once,
     e2m1_unit,
     from_quarters,
@@ -36,7 +35,7 @@ from jaxkv_kernels.triton.codecs import (
 )
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.tiled import TiledEntry, load_part
-from jaxkv_kernels.triton.tiles import load_pieces, slots_of, token_address
+from jaxkv_kernels.triton.tiles import load_pieces, second_part, slots_of, token_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,12 +145,14 @@ class EntryLoads:
     """Whether the GPU has instructions that convert e4m3."""
     even: bool
     """Whether all sizes and strides are even numbers of bytes."""
-    second_at: int = 0
-    """Bytes from the start of a plain or e4m3 entry to its value, which may lie apart."""
     tiled: TiledEntry | None = None
     """The byte map, of formats whose values have scales by tile; None for `fp8_ds_mla`, `int8` and `nvfp4`."""
     rope_in_values: bool = False
     """Whether values are whole entries: the latents, then the rotary keys."""
+    second_at: int | None = 0
+    """Bytes from the start of a key to its value; None if values have strides of their own."""
+    scales_at: tuple[int, int] = (0, 0)
+    """Bytes from the start of a key, and from that of a value, to its scales."""
 
     @property
     def loads(self) -> int:
@@ -216,16 +217,17 @@ def join_columns(x, WAYS: tl.constexpr):
 
 
 @triton.jit
-def load_keys_and_values(entry, scales, known, LOADS: tl.constexpr):
-    """Tiles [n, columns] of the keys and of the values of the entries at byte pointers `entry` [n]; 0 if not `known`.
-
-    `scales` [n] are the byte pointers from which scales are found: those of the entries, unless pages are split.
+def load_keys_and_values(buffer, layer, slot, head, known, PAGES: tl.constexpr, LOADS: tl.constexpr):
+    """Tiles [n, columns] of the keys and of the values of the entries at `slot` [n] of a head; 0 if not `known`.
 
     Values of `fp8` and `int8` are returned as stored, others multiplied by their own scales.  The third result has the
     scales [n] of keys and of values if they are `per_token`, otherwise nothing.
     """
     factors = ()
+    entry = token_address(buffer, layer, slot, head, PAGES)
     if LOADS.latents:
+        SCALES: tl.constexpr = LOADS.tiled.scales if LOADS.split else PAGES
+        scales = token_address(buffer, layer, slot, head, SCALES) if LOADS.split else entry
         NUM_LOADS: tl.constexpr = LOADS.loads
         values = ()
         for i in tl.static_range(NUM_LOADS):
@@ -236,24 +238,25 @@ def load_keys_and_values(entry, scales, known, LOADS: tl.constexpr):
         if LOADS.rope_in_values:
             values += rope
     elif LOADS.format == "nvfp4":
-        SCALES: tl.constexpr = (LOADS.first + LOADS.second) // 2
         keys = load_e2m1(
-            entry, entry + SCALES, known,
+            entry, entry + LOADS.scales_at[0], known,
             LOADS.first, LOADS.first_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
         )  # fmt: skip
+        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
         values = load_e2m1(
-            entry + LOADS.first // 2, entry + SCALES + LOADS.first // E2M1_TILE, known,
+            value, value + LOADS.scales_at[1], known,
             LOADS.second, LOADS.second_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
         )  # fmt: skip
     elif LOADS.format == "int8":
         keys = int8_halves(load_pairs(entry, known, LOADS.first, LOADS.first_columns, LOADS.even), LOADS.dtype)
-        pairs = load_pairs(entry + LOADS.first, known, LOADS.second, LOADS.second_columns, LOADS.even)
-        values = int8_halves(pairs, LOADS.dtype)
-        scales = (entry + LOADS.first + LOADS.second).to(tl.pointer_type(tl.float32))
-        factors += (tl.load(scales, mask=known, other=0.0), tl.load(scales + 1, mask=known, other=0.0))
+        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
+        values = int8_halves(load_pairs(value, known, LOADS.second, LOADS.second_columns, LOADS.even), LOADS.dtype)
+        key_scale = (entry + LOADS.scales_at[0]).to(tl.pointer_type(tl.float32))
+        value_scale = (value + LOADS.scales_at[1]).to(tl.pointer_type(tl.float32))
+        factors += (tl.load(key_scale, mask=known, other=0.0), tl.load(value_scale, mask=known, other=0.0))
     else:
         keys = (_plain_tile(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS),)
-        value = entry + tl.full((), LOADS.second_at, tl.int64)
+        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
         values = (_plain_tile(value, known, 0, LOADS.second, LOADS.second_columns, LOADS),)
     return keys, values, factors
 
@@ -463,7 +466,6 @@ def attend_tiles(
     KEYS: tl.constexpr = CONFIG.keys
     VALUE_TILES: tl.constexpr = LOADS.value_tiles
     VALUE_COLUMNS: tl.constexpr = LOADS.value_columns
-    SCALES: tl.constexpr = LOADS.tiled.scales if LOADS.split else PAGES
     acc = ()
     for _ in tl.static_range(VALUE_TILES):
         acc += (tl.zeros((ROWS, VALUE_COLUMNS), tl.float32),)
@@ -482,9 +484,7 @@ def attend_tiles(
         slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
         ahead = position + KEYS
         block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
-        entry = token_address(buffer, layer, slot, head, PAGES)
-        scales = token_address(buffer, layer, slot, head, SCALES) if LOADS.split else entry
-        k, v, factors = load_keys_and_values(entry, scales, known, LOADS)
+        k, v, factors = load_keys_and_values(buffer, layer, slot, head, known, PAGES, LOADS)
         score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
         if LOADS.per_token:
             score *= factors[0][None, :]

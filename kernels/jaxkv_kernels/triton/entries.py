@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages, entry_runs
+from jaxkv_kernels.addressing import Pages, entry_runs, join_runs
 from jaxkv_kernels.calls import (
     GatherCall,
     GatherEntries,
@@ -53,6 +53,7 @@ from jaxkv_kernels.triton.tiles import (
     load_pieces,
     load_rows,
     scale_address,
+    second_part,
     slots_of,
     store_pieces,
     store_rows,
@@ -151,9 +152,11 @@ def gather_entries(call: GatherEntries) -> jax.Array:
     return found[:, 0] if call.entry.one_head else found
 
 
-def second_part(entry: Entry, pages: Pages, itemsize: int) -> int:
-    """Bytes from the start of an entry to its second part, which may lie apart."""
-    return pages.part_stride * itemsize if pages.num_parts > 1 else entry.sizes[0] * entry.dtype.itemsize
+def second_at(entry: Entry, pages: Pages, itemsize: int) -> int | None:
+    """Bytes from the start of an entry to its second part; None if this has strides of its own."""
+    if pages.values is None:
+        return entry.fields()[0].nbytes
+    return None if pages.value_distance is None else pages.value_distance * itemsize
 
 
 def two_parts(call: WriteCall | GatherCall, rows: int, scales) -> tuple[list[jax.Array], dict[str, Any]]:
@@ -162,12 +165,12 @@ def two_parts(call: WriteCall | GatherCall, rows: int, scales) -> tuple[list[jax
     If entries have one part, the second has no values.  `scales` are those of `store_entries`.
     """
     entry, itemsize = call.entry, call.buffer.dtype.itemsize
-    sizes = (*entry.sizes, 0)[:2]
+    sizes, second = (*entry.sizes, 0)[:2], second_at(entry, call.pages, itemsize)
     scales = [jnp.reshape(scale, (-1,)) for scale in scales] if entry.codec.scaled else [jnp.ones(1)] * 2
     return scales, {
         "PAGES": in_bytes(call.pages, itemsize),
         "SIZES": sizes,
-        "SECOND": second_part(entry, call.pages, itemsize) // entry.dtype.itemsize,
+        "SECOND": None if second is None else second // entry.dtype.itemsize,
         "DTYPE": element_type(entry.dtype),
         "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
         "COUNT": rows,
@@ -219,7 +222,8 @@ def _store_entries(
     else:
         tile, other = _quantised(tile, scales[0], NATIVE), _quantised(other, scales[1], NATIVE)
     store_pieces(place, tile, keep, SIZES[0], COLUMNS[0])
-    store_pieces(place + tl.full((), SECOND, tl.int64), other, keep, SIZES[1], COLUMNS[1])
+    other_place = second_part(place, buffer, layer, slot, head, PAGES, SECOND)
+    store_pieces(other_place, other, keep, SIZES[1], COLUMNS[1])
 
 
 @triton.jit
@@ -426,7 +430,8 @@ def _load_entries(
     slot, known = ragged_slots(row // PAGES.num_heads, tables, sums, starts, layer, RUNS, PAGES)
     place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
     tile = load_pieces(place, known, SIZES[0], COLUMNS[0])
-    other = load_pieces(place + tl.full((), SECOND, tl.int64), known, SIZES[1], COLUMNS[1])
+    other_place = second_part(place, buffer, layer, slot, head, PAGES, SECOND)
+    other = load_pieces(other_place, known, SIZES[1], COLUMNS[1])
     if SCALE_STEPS is not None:
         tile = from_e4m3(tile, NATIVE) * scales[0][:, None]
         other = from_e4m3(other, NATIVE) * scales[1][:, None]
@@ -564,7 +569,7 @@ def load_bytes(call: GatherEntries) -> jax.Array:
             **ragged_constants(call),
             **shape,
         )
-    return jnp.concatenate(found, axis=-1)
+    return join_runs(call.pages, call.entry, found)
 
 
 @triton.jit

@@ -32,7 +32,7 @@ from jaxkv_kernels.triton.attention import (
     store_results,
 )
 from jaxkv_kernels.triton.codecs import has_e4m3
-from jaxkv_kernels.triton.entries import second_part
+from jaxkv_kernels.triton.entries import second_at
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import capability, element_type, launch
 from jaxkv_kernels.triton.splits import Plan, combine, plan_requests
@@ -120,7 +120,7 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
     config = kv_config(entry, rows, q.dtype)
     row_tiles, work_tiles = pages.num_heads * config.row_tiles(rows), plan.work_tiles.shape[0]
     in_memory = in_bytes(pages, buffer.dtype.itemsize)
-    loads = _loads(entry, in_memory, element_type(q.dtype), second_part(entry, pages, buffer.dtype.itemsize))
+    loads = _loads(entry, in_memory, element_type(q.dtype))
     one = (1,)
     scales = [jnp.reshape(scale if x is None else x, (-1,)) for x in (call.k_scale, call.v_scale)]
     split_shape = (work_tiles if plan.may_split else 1, q_len * heads)
@@ -146,16 +146,29 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
     return out, lse
 
 
-def _loads(entry, in_memory, dtype, second_at) -> EntryLoads:
+def _loads(entry, in_memory, dtype) -> EntryLoads:
     least = {"nvfp4": 64, "int8": 32}.get(entry.format, 16)  # columns of the smallest product, 16, of each tile
     first, second = entry.sizes
-    steps = (in_memory.layer_stride, in_memory.block_stride, in_memory.head_stride, in_memory.token_stride)
+    steps = []
+    for part in in_memory.parts:
+        steps += [part.offset, part.layer_stride, part.block_stride, part.head_stride, part.token_stride]
     return EntryLoads(
         format=entry.format, latents=False, first=first, second=second,
         first_columns=max(least, next_power_of_two(first)), second_columns=max(least, next_power_of_two(second)),
         stored=element_type(entry.dtype), dtype=dtype, native=has_e4m3(),
-        even=not any(n % 2 for n in (in_memory.offset, *steps, *entry.sizes)), second_at=second_at,
+        even=not any(n % 2 for n in (*steps, *entry.sizes)),
+        second_at=second_at(entry, in_memory, 1), scales_at=_scales_at(entry, apart=in_memory.values is not None),
     )  # fmt: skip
+
+
+def _scales_at(entry, *, apart: bool) -> tuple[int, int]:
+    """Bytes from the start of a key, and from that of a value, to its scales; 0 if it has none."""
+    planes = entry.planes if apart else (entry.fields(), entry.fields())
+    found = []
+    for name, plane in zip(entry.named_sizes, planes, strict=True):
+        at = {field.name: field.offset for field in plane}
+        found.append(at.get(f"{name} scales", at[name]) - at[name])
+    return found[0], found[1]
 
 
 @triton.jit

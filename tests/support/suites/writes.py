@@ -8,7 +8,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import to_bytes, to_cache
 from support import oracle, scenes
-from support.cases import further, on_layouts
+from support.cases import apart, further, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import Suite, dtype_of, formats, layout_of
 
@@ -211,8 +211,7 @@ class Writes(WriteChecks):
         layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
 
-    @pytest.mark.parametrize("name", scenes.APART)
-    @formats(scenes.APART_ENTRIES)
+    @apart
     def test_keys_and_values_that_lie_apart(self, entry, name):
         layout = layout_of(name, entry, num_heads=2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "random")

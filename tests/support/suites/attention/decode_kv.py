@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.cases import each_value, further, on_layouts
+from support.cases import apart, each_value, further, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import (
     CLAMPED,
@@ -18,7 +18,6 @@ from support.suites.base import (
     Suite,
     check_ragged,
     dtype_of,
-    formats,
     full_tables,
     layout_of,
     with_unused_requests,
@@ -108,10 +107,10 @@ class DecodeKV(DecodeKVChecks):
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
         self.check_layout(name, self.entry(entry.format))
 
-    @pytest.mark.parametrize("name", scenes.APART)
-    @formats(scenes.APART_ENTRIES)
+    @apart
     def test_keys_and_values_that_lie_apart(self, entry, name):
-        self.check_layout(name, jaxkv.KVEntry(entry.format, self.head_dim))
+        value_dim = self.head_dim if entry.head_dim == entry.value_dim else self.value_dim
+        self.check_layout(name, scenes.entry_of(jaxkv.KVEntry, entry.format, self.head_dim, value_dim))
 
     @pytest.mark.parametrize(("heads", "query_heads"), [(4, 4), (4, 32), (1, 5)])
     def test_mha_gqa_mqa(self, heads, query_heads):
