@@ -105,8 +105,7 @@ class WriteEntries(WriteEntriesChecks):
     def test_stores_the_bytes(self, entry, name):
         self.check_bytes(entry, name)
 
-    @pytest.mark.parametrize("name", scenes.APART)
-    @formats(scenes.APART_ENTRIES)
+    @apart
     def test_bytes_of_keys_and_values_that_lie_apart(self, entry, name):
         self.check_bytes(entry, name)
 
