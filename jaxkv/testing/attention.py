@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.testing.case import PER_HEAD, Case, Index, Shapes
+from jaxkv.ops.attention import in_float
+from jaxkv.testing.case import PER_HEAD, PER_TOKEN, SCALES, Case, Index, Shapes
 from jaxkv.testing.indices import FAR, draw_lengths, draw_tables, past_the_limits, reveal
 from jaxkv.testing.layouts import draw_entry_beside, draw_layout, pick
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Format
 
-INVARIANT = "batch_invariant"
+INVARIANT, MAX_LOGITS, IN_E4M3 = "batch_invariant", "return_max_logits", "queries in e4m3"
 NUMBERS = "bfloat16", "float16", "float32"
 """The dtypes of entries that are not quantised: queries represent them exactly in the same dtype, and in float32."""
 F32 = jnp.dtype("float32")
@@ -47,9 +48,23 @@ class Queries(Case):
         (cache, *rest), keywords = super().arguments(cache, (), draw, layer)
         return (*values, cache, *rest), keywords
 
+    @property
+    def total(self) -> int:
+        """Query tokens of all requests."""
+        return self.requests * self.q_len
+
+    @property
+    def token_axes(self) -> tuple[int, ...]:
+        """The lengths of the first axes of queries."""
+        return (self.total,) if "cu_q_lens" in self.extras else (self.requests, self.q_len)
+
     def index(self, rng, live) -> Index:
-        """Block tables and lengths."""
-        return self.tables_and_lengths(rng, live, self.q_len), {}
+        """Block tables and lengths; running sums of the query tokens of each request."""
+        if "cu_q_lens" not in self.extras:
+            return self.tables_and_lengths(rng, live, self.q_len), {}
+        edges = np.sort(rng.integers(self.total + 1, size=self.requests))
+        sums = np.r_[0, edges].astype(np.int32)
+        return self.tables_and_lengths(rng, live, np.diff(sums)), {"cu_q_lens": sums}
 
     def tables_and_lengths(self, rng, live, q_lens):
         """Block tables and lengths; `q_lens` are the numbers of query tokens of the requests."""
@@ -68,8 +83,8 @@ class DecodeMLA(Queries):
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
-        """`cu_q_lens` (ragged query tokens), `sinks`, and prefixes that requests share."""
-        return ("cu_q_lens", "sinks", SHARED, PER_HEAD)
+        """`cu_q_lens` (ragged query tokens), `sinks`, prefixes that requests share, and queries in e4m3 with a scale."""
+        return ("cu_q_lens", "sinks", SHARED, IN_E4M3, *SCALES)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -81,32 +96,32 @@ class DecodeMLA(Queries):
         dtype = fields["dtype"]
         if own in NUMBERS:
             dtype = jnp.dtype(pick(rng, own, own, "float32"))
+        if IN_E4M3 in fields["extras"]:
+            dtype = layout.entry.input_dtype  # to which the operations convert queries
         extras = fields["extras"] if options["window"] is None else _without(SHARED, fields["extras"])
         return {"options": {**options, "return_lse": True}, "dtype": dtype, "extras": extras}
 
     @property
-    def total(self) -> int:
-        """Query tokens of all requests."""
-        return self.requests * self.q_len
-
-    @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of the queries, one array for each part of an entry."""
-        tokens = (self.total,) if "cu_q_lens" in self.extras else (self.requests, self.q_len)
-        return [((*tokens, self.heads, n), self.dtype) for n in self.layout.entry.sizes]
+        dtype = jnp.dtype("float8_e4m3fn") if IN_E4M3 in self.extras else self.dtype
+        return [((*self.token_axes, self.heads, n), dtype) for n in self.layout.entry.sizes]
 
     def index(self, rng, live) -> Index:
-        """Block tables and lengths; running sums of the query tokens of each request, and sinks."""
-        q_lens, keywords = self.q_len, {}
-        if "cu_q_lens" in self.extras:
-            edges = np.sort(rng.integers(self.total + 1, size=self.requests))
-            keywords["cu_q_lens"] = np.r_[0, edges].astype(np.int32)
-            q_lens = np.diff(keywords["cu_q_lens"])
+        """What `Queries` has; sinks, the scale of queries in e4m3, and shared prefixes."""
+        index, keywords = super().index(rng, live)
+        keywords = {**keywords, **self.of_heads(rng)}
+        return index, {**keywords, **self._prefixes(rng, live)} if SHARED in self.extras else keywords
+
+    def of_heads(self, rng) -> dict[str, np.ndarray]:
+        """Arguments per query head."""
+        keywords = {}
         if "sinks" in self.extras:
             keywords["sinks"] = rng.normal(size=self.heads).astype(np.float32)
-        if SHARED in self.extras:
-            keywords |= self._prefixes(rng, live)
-        return self.tables_and_lengths(rng, live, q_lens), keywords
+        if IN_E4M3 in self.extras:
+            shape = (self.heads,) if PER_HEAD in self.extras else ()
+            keywords["q_scale"] = np.asarray(rng.uniform(0.25, 1, shape), np.float32)
+        return keywords
 
     def _prefixes(self, rng, live) -> dict[str, np.ndarray]:
         """One prefix of all requests, or up to three, which some requests have."""
@@ -120,21 +135,26 @@ class DecodeMLA(Queries):
         of = rng.integers(-1, count + 1, self.requests).astype(np.int32)
         return {"prefix_tables": tables, "prefix_lens": lengths, "prefix_of": of}
 
+    def expected(self, cache, values, draw, layer):
+        """The same call by `xla`, with the queries to which those in e4m3 are converted, in float32."""
+        if IN_E4M3 not in self.extras:
+            return super().expected(cache, values, draw, layer)
+        count = len(self.layout.entry.sizes) if self.layout.entry.one_head else 1
+        keywords, options = dict(draw.keywords), dict(self.options)
+        stored = [q.astype("float8_e4m3fn") for q in values[:count]]
+        scale = jnp.float32(options["scale"])
+        queries, options["scale"] = in_float(stored, keywords.pop("q_scale"), scale, self.dtype)
+        case = replace(self, options=tuple(options.items()))
+        values = [*(q.astype(jnp.float32) for q in queries), *values[count:]]
+        return case.run(cache, values, draw._replace(keywords=keywords), layer, "xla")
+
 
 def _without(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(other for other in names if other != name)
 
 
-IN_E4M3 = "queries in e4m3"
-
-
 class DecodeKV(DecodeMLA):
     """Grouped-query attention."""
-
-    @classmethod
-    def optional(cls) -> tuple[str, ...]:
-        """Also queries in e4m3."""
-        return (*super().optional(), IN_E4M3)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -148,8 +168,7 @@ class DecodeKV(DecodeMLA):
     @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of the queries."""
-        ((shape, dtype), _) = super().value_shapes
-        return [(shape, jnp.dtype("float8_e4m3fn") if IN_E4M3 in self.extras else dtype)]
+        return super().value_shapes[:1]
 
 
 class PrefillMLA(DecodeMLA):
@@ -192,7 +211,7 @@ class PrefillKV(DecodeKV):
     @classmethod
     def optional(cls) -> tuple[str, ...]:
         """`cu_q_lens` (ragged query tokens) and `sinks`."""
-        return ("cu_q_lens", "sinks", PER_HEAD)
+        return ("cu_q_lens", "sinks", *SCALES)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -212,8 +231,8 @@ class Plan(Case):
 
     @classmethod
     def optional(cls):
-        """`batch_invariant`, and what the attention has."""
-        return (INVARIANT, *DecodeMLA.optional())
+        """`batch_invariant`, and what the attention has, but for scales that not all implementations support."""
+        return (INVARIANT, *(name for name in DecodeMLA.optional() if name != PER_TOKEN))
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -263,8 +282,8 @@ class Sparse(DecodeMLA):
 
     @classmethod
     def optional(cls):
-        """`counts` (how many slots are used), `sinks`, `extra` (slots of another cache), and `batch_invariant`."""
-        return ("counts", "sinks", "extra", INVARIANT)
+        """`counts` (how many slots are used), `extra` (slots of another cache), and other options."""
+        return ("counts", "sinks", "extra", INVARIANT, MAX_LOGITS, IN_E4M3, PER_HEAD)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -275,7 +294,7 @@ class Sparse(DecodeMLA):
             options["extra"] = draw_layout(rng, draw_entry_beside(rng, layout.entry), MOST_EXTRA_BYTES)
             own = str(options["extra"].entry.dtype)
             if own in NUMBERS and own != str(found["dtype"]):
-                found["dtype"] = F32
+                found |= {"dtype": F32, "extras": tuple(name for name in fields["extras"] if name != IN_E4M3)}
         return {**found, "options": options}
 
     @property
@@ -301,9 +320,7 @@ class Sparse(DecodeMLA):
             keywords["extra_live"] = np.where(known, np.arange(known.size), -1).astype(np.int32)
             keywords["extra_layer"] = np.asarray(rng.integers(self._extra.num_layers), np.int32)
             keywords["extra_slots"], keywords["extra_counts"] = self._slots(rng, known, self.count // 2 + 1)
-        if "sinks" in self.extras:
-            keywords["sinks"] = rng.normal(size=self.heads).astype(np.float32)
-        return (slots,), keywords
+        return (slots,), {**keywords, **self.of_heads(rng)}
 
     def _slots(self, rng, live, size: int) -> tuple[np.ndarray, np.ndarray]:
         """`size` slots per query token, and how many of them are used, if the case has counts."""
@@ -330,12 +347,14 @@ class Sparse(DecodeMLA):
             other = jax.eval_shape(fill, *arrays) if abstract else fill(*arrays)
             counts = more["extra_counts"] if "counts" in self.extras else None
             found["extra"] = jaxkv.ExtraCache(other, more["extra_slots"], more["extra_layer"], counts, scale)
-        return args, {**found, INVARIANT: INVARIANT in self.extras}
+        return args, {**found, **{name: name in self.extras for name in (INVARIANT, MAX_LOGITS)}}
 
     def expected(self, cache, values, draw, layer):
         """The same call by `xla`, which is not batch-invariant."""
+        if INVARIANT not in self.extras:
+            return super().expected(cache, values, draw, layer)
         case = replace(self, extras=tuple(name for name in self.extras if name != INVARIANT))
-        return case.run(cache, values, draw, layer, "xla")
+        return case.expected(cache, values, draw, layer)
 
 
 def _filled(kv_c, k_pe, slots, layer, *, layout, scale):
@@ -346,10 +365,18 @@ def _filled(kv_c, k_pe, slots, layer, *, layout, scale):
     return jaxkv.write_mla(cache, kv_c, k_pe, slots, layer=layer, kv_scale=scale, implementation="xla")
 
 
+BY_TOKEN = "lengths per query token"
+
+
 class Logits(Queries):
     """Scores of the indexer."""
 
     result = "logits"
+
+    @classmethod
+    def optional(cls) -> tuple[str, ...]:
+        """Ragged query tokens, or as many of each request with lengths of their own."""
+        return ("cu_q_lens", BY_TOKEN)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -360,8 +387,16 @@ class Logits(Queries):
     @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of the queries and their weights."""
-        queries = self.requests, self.q_len, self.heads
+        queries = *self.token_axes, self.heads
         return [((*queries, self.layout.entry.sizes[0]), self.dtype), (queries, jnp.dtype("float32"))]
+
+    def index(self, rng, live) -> Index:
+        """What `Queries` has, or the lengths of query tokens, some of which see fewer tokens than the request has."""
+        (tables, lengths), keywords = super().index(rng, live)
+        if BY_TOKEN in self.extras and "cu_q_lens" not in self.extras:
+            shape = self.requests, self.q_len
+            lengths = np.where(rng.random(shape) < 0.5, lengths[:, None], lengths[:, None] // rng.integers(1, 9, shape))
+        return (tables, lengths), keywords
 
 
 def _exact_queries(entry: Entry) -> tuple[str, ...]:
@@ -377,6 +412,11 @@ class TopK(Case):
     """Selects the largest logits, many of which are equal."""
 
     @classmethod
+    def optional(cls) -> tuple[str, ...]:
+        """`lengths`: how many logits of each row take part."""
+        return ("lengths",)
+
+    @classmethod
     def sizes(cls, rng, layout, fields):
         """k, the number of positions to select."""
         return {"options": {"k": pick(rng, 1, 7, 64, 512)}}
@@ -385,10 +425,15 @@ class TopK(Case):
         """Logits, and -inf past the end of each row."""
         shape = self.requests, self.q_len, self.columns * self.layout.block_size
         logits = np.round(rng.standard_normal(shape, np.float32), int(rng.integers(1, 7)))
-        return (), {"logits": np.where(np.arange(shape[-1]) < rng.integers(shape[-1] + 1), logits, -np.inf)}
+        logits = np.where(np.arange(shape[-1]) < rng.integers(shape[-1] + 1), logits, -np.inf)
+        if "lengths" not in self.extras:
+            return (), {"logits": logits}
+        lengths = rng.choice([*FAR, *rng.integers(shape[-1] + 2, size=9)], shape[:-1]).astype(np.int32)
+        unread = np.arange(shape[-1]) >= lengths[..., None]
+        return (), {"logits": np.where(unread, np.float32(np.nan), logits), "lengths": lengths}
 
     def arguments(self, cache, values, draw, layer):
-        """Logits and k."""
+        """Logits and k, and lengths."""
         return (), {**dict(self.options), **draw.keywords}
 
 

@@ -30,6 +30,7 @@ def drawn_for(*operations):
 def scales_of(case, draw):
     """The scales of an entry as the oracle takes them."""
     scales = [np.asarray(scale)[..., None] if np.ndim(scale) else scale for scale in draw.scales.values()]
+    scales = [scale.reshape(-1, *scale.shape[2:]) if np.ndim(scale) > 2 else scale for scale in scales]
     return (*scales, *scales)[:2] if scales else (1.0, 1.0)
 
 
@@ -105,7 +106,9 @@ def test_writes(operation, seed):
             packed, mine = np.zeros((twin.size, layout.itemsize), np.uint8), where.layer == layer
             packed[where.place[mine]] = before.reshape(layout.size, -1)[mine]
             rows = by_slot(twin, packed.reshape(-1))
-            encoded = oracle.encode(entry, parts, scales_of(case, draw)) if operation != "write_entries" else parts[0]
+            scales, inside = scales_of(case, draw), np.clip(draw.index[0], 0, layout.num_slots - 1)
+            scales = [s[inside] if np.ndim(s) > 2 else s for s in scales]
+            encoded = oracle.encode(entry, parts, scales) if operation != "write_entries" else parts[0]
             for row, slot in zip(encoded, draw.index[0], strict=True):
                 if 0 <= slot < layout.num_slots:
                     rows[slot] = row
@@ -169,8 +172,13 @@ def assert_entries(found, parts, slots, what):
 def test_attention(operation, seed):
     for case, draw, rng in cases(operation, seed):
         cache, parts = filled(case, draw, rng)
-        (out, lse), values = called(case, cache, draw, rng)
+        (out, lse, *_), values = called(case, cache, draw, rng)
         queries = [np.asarray(x.astype(jnp.float32), np.float64) for x in values]
+        if "q_scale" in draw.keywords:
+            count = 1 if operation == "decode_kv" else 2
+            queries[:count] = [
+                oracle.without_scale(x, draw.keywords["q_scale"], case.layout.entry.input_dtype) for x in values[:count]
+            ]
         if layer_of(case, draw) is None:
             parts = [part[:0] for part in parts]
         seen = seen_by_sparse if operation == "decode_mla_sparse" else seen_by_dense
