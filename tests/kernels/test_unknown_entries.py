@@ -19,7 +19,7 @@ from support.compare import assert_same_bits
 
 KINDS = (MLAEntry, KVEntry, IndexerEntry)
 WITHOUT_ENTRIES = {"copy_blocks", "read_blocks", "write_blocks", "select_topk", "merge_states"}
-WITHOUT_ENTRIES |= {"gather_entries", "select_experts", "grouped_swiglu", "scaled_linear"}
+WITHOUT_ENTRIES |= {"write_entries", "gather_entries", "select_experts", "grouped_swiglu", "scaled_linear"}
 """Operations that move any bytes, or read no cache."""
 
 
