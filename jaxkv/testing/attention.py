@@ -83,7 +83,7 @@ class DecodeMLA(Queries):
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
-        """`cu_q_lens` (ragged query tokens), `sinks`, prefixes that requests share, and queries in e4m3 with a scale."""
+        """`cu_q_lens` (ragged query tokens), `sinks`, shared prefixes, and queries in e4m3 with a scale."""
         return ("cu_q_lens", "sinks", SHARED, IN_E4M3, *SCALES)
 
     @classmethod

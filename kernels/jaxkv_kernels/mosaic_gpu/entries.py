@@ -46,6 +46,7 @@ from jaxkv_kernels.calls import (
     ReadIndexerK,
     ReadKV,
     ReadMLA,
+    WriteEntries,
     WriteIndexerK,
     WriteKV,
     WriteMLA,
@@ -81,6 +82,11 @@ def gather(call: Gather) -> tuple[jax.Array, ...]:
     return load_entries(call, call.entry) if _copied(call.entry, [call.dtype]) else decode_entries(call)
 
 
+def write_entries(call: WriteEntries) -> jax.Array:
+    """Stores the bytes of entries at slots of a layer; returns the new buffer."""
+    return store_entries(call, (call.rows,))
+
+
 def gather_entries(call: GatherEntries) -> jax.Array:
     """The bytes of entries, uint8 [total, (H,) nbytes]; rows without a token are 0."""
     return join_runs(call.pages, call.entry, load_entries(call, EntryBytes.of(call)))
@@ -110,8 +116,8 @@ def read_unsupported_reasons(call: Read) -> Iterator[str]:
         yield "no slots: supports at least one"
 
 
-def gather_entries_unsupported_reasons(call: GatherEntries) -> Iterator[str]:
-    """Reasons against a call that gathers the bytes of entries."""
+def bytes_unsupported_reasons(call: WriteEntries | GatherEntries) -> Iterator[str]:
+    """Reasons against a call that writes or gathers the bytes of entries."""
     if call.entry.split:
         yield "split pages: supports entries whose parts lie together"
     else:

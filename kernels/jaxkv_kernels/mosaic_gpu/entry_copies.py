@@ -43,7 +43,16 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing import Pages, row_views
-from jaxkv_kernels.calls import GatherEntries, GatherIndexerK, GatherKV, GatherMLA, WriteIndexerK, WriteKV, WriteMLA
+from jaxkv_kernels.calls import (
+    GatherEntries,
+    GatherIndexerK,
+    GatherKV,
+    GatherMLA,
+    WriteEntries,
+    WriteIndexerK,
+    WriteKV,
+    WriteMLA,
+)
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
@@ -151,7 +160,7 @@ def copy_reasons(entry: Entry | EntryBytes, pages: Pages, itemsize: int) -> Iter
 
 
 @jax.jit
-def store_entries(call: WriteMLA | WriteKV | WriteIndexerK, parts) -> jax.Array:
+def store_entries(call: WriteMLA | WriteKV | WriteIndexerK | WriteEntries, parts) -> jax.Array:
     """The buffer with parts [T, (H,) n_i] at slots [T] of a layer; slots outside the cache are skipped.
 
     The parts of an entry are side by side, or in runs of their own if keys and values lie apart.

@@ -75,7 +75,11 @@ class MosaicGPU(Kernels):
     def gather_indexer_k(self, call: calls.GatherIndexerK) -> jax.Array:
         return entries.gather(call)[0]
 
-    @supports(None, entries.gather_entries_unsupported_reasons, _on(BULK_COPIES))
+    @supports(None, entries.bytes_unsupported_reasons, _on(BULK_COPIES))
+    def write_entries(self, call: calls.WriteEntries) -> jax.Array:
+        return entries.write_entries(call)
+
+    @supports(None, entries.bytes_unsupported_reasons, _on(BULK_COPIES))
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return entries.gather_entries(call)
 

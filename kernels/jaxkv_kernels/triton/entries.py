@@ -2,8 +2,8 @@
 
 Plain and e4m3 entries (`store_entries`, `load_entries`), `fp8_ds_mla` entries (`store_ds_mla`, `load_ds_mla`),
 `indexer_fp8` keys (`store_split`, `load_split`), other entries whose values have scales by tile (`store_tiled`,
-`load_tiled`) and the bytes of entries (`load_bytes`) have a kernel each.  A row is one head of one token, and a program
-processes ROWS consecutive rows.
+`load_tiled`) and the bytes of entries (`store_bytes`, `load_bytes`) have a kernel each.  A row is one head of one
+token, and a program processes ROWS consecutive rows.
 
 The functions `write_*` and `gather_*` choose the kernel by the format.  Other entries that the caller scales are taken
 for e4m3.
@@ -32,6 +32,7 @@ from jaxkv_kernels.calls import (
     GatherKV,
     GatherMLA,
     ReadCall,
+    WriteEntries,
     WriteIndexerK,
     WriteKV,
     WriteMLA,
@@ -87,8 +88,8 @@ def read_unsupported_reasons(call: ReadCall) -> Iterator[str]:
         yield "no slots: supports at least one"
 
 
-def gather_entries_unsupported_reasons(call: GatherEntries) -> Iterator[str]:
-    """Reasons against a call that reads the bytes of entries."""
+def bytes_unsupported_reasons(call: WriteEntries | GatherEntries) -> Iterator[str]:
+    """Reasons against a call that stores or reads the bytes of entries."""
     if call.entry.nbytes > TILE_LIMIT:
         yield f"entries of {call.entry.nbytes} bytes: supports at most {TILE_LIMIT}, of a tile in Triton"
 
@@ -116,6 +117,12 @@ def write_indexer_k(call: WriteIndexerK) -> jax.Array:
     if call.entry.format == "indexer_fp8":
         return store_split(call)
     return store_tiled(call, (call.k,)) if call.entry.format in RULES else store_entries(call, (call.k,))
+
+
+@jax.jit
+def write_entries(call: WriteEntries) -> jax.Array:
+    """The buffer with the bytes of entries stored."""
+    return store_bytes(call)
 
 
 @jax.jit
@@ -398,6 +405,45 @@ def _store_split(
     values = to_e4m3(key * inverse[:, None], NATIVE)
     store_pieces(value_address(buffer, layer, slot, PAGES, SIZE), values, keep, SIZE, COLUMNS[0])
     tl.store(scale_address(buffer, layer, slot, PAGES, SIZE), scale, mask=keep)
+
+
+def store_bytes(call: WriteEntries) -> jax.Array:
+    """The buffer with the bytes of entries stored; slots outside the cache are skipped.
+
+    Entries that lie in several runs of bytes (in split pages, or keys and values apart) take a kernel per run.
+    """
+    buffer, slots, heads, first = call.buffer, call.slot_mapping, call.pages.num_heads, 0
+    if not slots.size:
+        return buffer
+    rows = slots.size * heads
+    for run in entry_runs(call.pages, call.entry, buffer.dtype.itemsize):
+        run = in_bytes(run, buffer.dtype.itemsize)
+        shape = tile_shape((run.width,))
+        (buffer,) = launch(
+            _store_bytes,
+            (call.rows[..., first : first + run.width], slots, jnp.reshape(call.layer, (1,))),
+            updated=(buffer,),
+            grid=(triton.cdiv(rows, shape["ROWS"]),),
+            warps=WARPS,
+            PAGES=run,
+            COUNT=rows,
+            **shape,
+        )
+        first += run.width
+    return buffer
+
+
+@triton.jit
+def _store_bytes(
+    rows, slots, layers, buffer,
+    PAGES: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + row // PAGES.num_heads, mask=row < COUNT, other=-1)
+    layer = tl.load(layers)
+    keep = (slot >= 0) & (slot < slots_of(layer, PAGES))
+    place = token_address(buffer, layer, slot, row % PAGES.num_heads, PAGES)
+    store_pieces(place, load_rows(rows, row, COUNT, PAGES.width, COLUMNS[0]), keep, PAGES.width, COLUMNS[0])
 
 
 def load_entries(call: GatherMLA | GatherKV | GatherIndexerK, scales=(None, None)) -> list[jax.Array]:

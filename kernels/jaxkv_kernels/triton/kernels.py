@@ -64,7 +64,11 @@ class Triton(Kernels):
     def gather_indexer_k(self, call: calls.GatherIndexerK) -> jax.Array:
         return entries.gather_indexer_k(call)
 
-    @supports(None, entries.gather_entries_unsupported_reasons, _unavailable_reasons)
+    @supports(None, entries.bytes_unsupported_reasons, _unavailable_reasons)
+    def write_entries(self, call: calls.WriteEntries) -> jax.Array:
+        return entries.write_entries(call)
+
+    @supports(None, entries.bytes_unsupported_reasons, _unavailable_reasons)
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return entries.gather_entries(call)
 

@@ -52,6 +52,13 @@ class TestWrites(Mosaic, suites.Writes, suites.RotatedWrites, suites.WritesInSca
 
 
 @on_gpus(BULK_COPIES)
+class TestWriteEntries(Mosaic, suites.WriteEntries):
+    """The whole suite, on the GPU."""
+
+    gaps = ("part of", "split pages", "keys and values of format")
+
+
+@on_gpus(BULK_COPIES)
 class TestGathers(Mosaic, suites.Gathers, suites.GatherEntries):
     """The whole suite, on the GPU."""
 
@@ -178,6 +185,18 @@ class TestInterpretedReads(Mosaic, suites.ReadChecks):
     def test_latents(self, name):
         scene = suites.scenes.scene(MLA, block_size=16, lengths=(0, 2, 17, 0, 21))
         self.check(scene, suites.layout_of(name, MLA, block_size=16), 1, count=13)
+
+
+@pytest.mark.usefixtures("interpreted")
+class TestInterpretedWriteEntries(Mosaic, suites.WriteEntriesChecks):
+    """Bytes of entries."""
+
+    @pytest.mark.parametrize(
+        ("entry", "name"),
+        [(OF_144_BYTES, "packed, uint8"), slow(suites.scenes.KV_ENTRIES[0], "BHLNC")],
+    )
+    def test_stores_the_bytes(self, entry, name):
+        self.check_bytes(entry, name)
 
 
 @pytest.mark.usefixtures("interpreted")

@@ -7,7 +7,7 @@ from support.triton.runs import Triton, interpreted, on_gpu
 
 
 @on_gpu
-class TestWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
+class TestWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans, suites.WriteEntries):
     """The whole suite, on the GPU."""
 
 
@@ -54,7 +54,7 @@ class TestInterpretedHotRows(Triton, suites.HotRows):
 
 @interpreted
 @pytest.mark.usefixtures("interpreting")
-class TestInterpretedWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
+class TestInterpretedWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans, suites.WriteEntries):
     """The whole suite."""
 
 
