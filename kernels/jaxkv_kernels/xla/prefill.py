@@ -56,8 +56,9 @@ class SharedRopeAttention(NamedTuple):
     """Attention to expanded latents by a kernel for which the rotary keys, which all heads share, are an own array."""
 
     attend: Callable[..., tuple[jax.Array, jax.Array]]
-    """`attend(q, k_nope, k_pe, v, kv_lens)` returns out [splits, B, Q, H, V] and lse [splits, B, Q, H].  If query tokens
-    do not see all keys, it is given `window`, `ahead` and `offset` of `jaxkv_kernels.xla.expanded.attention`."""
+    """`attend(q, k_nope, k_pe, v, kv_lens)` returns out [splits, B, Q, H, V] and lse [splits, B, Q, H].  If some query
+    tokens do not see all keys, it gets `window`, `ahead` and `offset` of `jaxkv_kernels.xla.expanded.attention`, too.
+    """
     multiple: int
     """The number of keys must be a multiple of it."""
 
