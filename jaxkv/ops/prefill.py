@@ -135,8 +135,8 @@ def prefill_mla(
 
     On Hopper, cuDNN computes the attention of bfloat16 and float16 queries whose heads have up to 256 values, in
     multiples of 8.  Without `cu_q_lens`, jaxkv's kernel computes attention to earlier tokens if keys have 128 + 64
-    values and values 128.  All other attention runs on XLA: with a logit cap, and, if there is a window, to all but the
-    new tokens of batches that are not ragged.
+    values and values 128, with a window and a logit cap of up to 64, too.  All other attention runs on XLA, because
+    cuDNN has no logit caps, and windows only for the new tokens of batches that are not ragged.
 
     As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may reach those that do
     not see it, unless all attention runs on XLA.  Tokens that no query token sees have no influence.  Unlike in

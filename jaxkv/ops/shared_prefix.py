@@ -119,6 +119,6 @@ def _by_prefix(prefix_of, sums, *, count: int, q_len: int, total: int) -> tuple[
 
 def _rows(q, *, order, one_request: bool):
     """Queries `q` [B, H, D], [B, Q, H, D] or [T, H, D] as [T, H, D] in this order, or as [1, T, H, D]."""
-    q = jnp.reshape(q, (-1, *q.shape[-2:]))
+    q = jnp.asarray(q).reshape(-1, *q.shape[-2:])
     q = q if order is None else q[order]
     return q[None] if one_request else q

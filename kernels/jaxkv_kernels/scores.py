@@ -45,7 +45,7 @@ def merged(result, other) -> tuple[jax.Array, jax.Array]:
     `merge_states` is not used, because it treats a NaN in `lse`, which a NaN in the cache causes, as no keys.
     """
     (out, lse), (other_out, other_lse) = result, other
-    total = jnp.logaddexp(lse, other_lse)
-    top = jnp.where(total == -jnp.inf, 0, total)
+    empty = (lse == -jnp.inf) & (other_lse == -jnp.inf)
+    top = jnp.logaddexp(*(jnp.where(empty, 0, x) for x in (lse, other_lse)))  # that of -inf and -inf has no gradient
     weight, other_weight = (jnp.exp(x - top)[..., None] for x in (lse, other_lse))
-    return out * weight + other_out.astype(out.dtype) * other_weight, total
+    return out * weight + other_out.astype(out.dtype) * other_weight, jnp.where(empty, -jnp.inf, top)

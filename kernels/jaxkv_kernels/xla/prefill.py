@@ -56,8 +56,9 @@ class SharedRopeAttention(NamedTuple):
     """Attention to expanded latents by a kernel for which the rotary keys, which all heads share, are an own array."""
 
     attend: Callable[..., tuple[jax.Array, jax.Array]]
-    """`attend(q, k_nope, k_pe, v, kv_lens)` returns out [splits, B, Q, H, V] and lse [splits, B, Q, H].  If query
-    tokens do not see all keys, it is given `window`, `ahead` and `offset` of `jaxkv_kernels.xla.expanded.attention`."""
+    """`attend(q, k_nope, k_pe, v, kv_lens)` returns out [splits, B, Q, H, V] and lse [splits, B, Q, H].  If some query
+    tokens do not see all keys, it gets `window`, `ahead` and `offset` of `jaxkv_kernels.xla.expanded.attention`, too.
+    """
     multiple: int
     """The number of keys must be a multiple of it."""
 
@@ -251,17 +252,21 @@ def _aligned(context: _Entries | _Latents, q) -> tuple[jax.Array, jax.Array]:
             return reduce(merged, zip(*results, strict=True), result)
 
         chunks = -(-(cached - begin).max() // size)
-        result = _with_chunks(result, with_chunk, chunks, -(-most // size), dense.unconditional_chunks)
+        bounds = chunks, -(-most // size), dense.unconditional_chunks
+        result = _with_chunks(result, with_chunk, *bounds, from_empty=not causal)
     if padding is None:
         return result
     out, lse = result
     return _padded(out, padding, 0), _padded(lse, padding, -jnp.inf)
 
 
-def _with_chunks(result, with_chunk, count, most: int, unconditional: int) -> tuple[jax.Array, jax.Array]:
+def _with_chunks(
+    result, with_chunk, count, most: int, unconditional: int, *, from_empty: bool
+) -> tuple[jax.Array, jax.Array]:
     """`result` (out, lse), merged with those of `count` chunks by `with_chunk(i, result)`.
 
-    If there is room for at most `unconditional` chunks, all `most` of them run, and `count` is not used.
+    If there is room for at most `unconditional` chunks, all `most` of them run, and `count` is not used.  `from_empty`:
+    `result` is that of no keys.
     """
     dtype = result[0].dtype
     if most <= unconditional:
@@ -273,6 +278,8 @@ def _with_chunks(result, with_chunk, count, most: int, unconditional: int) -> tu
         out, lse = walk(0, count, with_chunk, (out.astype(jnp.float32), lse))
         return out.astype(dtype), lse
 
+    if from_empty:
+        return run(*result)
     # Without cached tokens, the results are not converted to float32 and back.
     return lax.cond(count > 0, run, lambda *result: result, *result)
 
@@ -325,7 +332,8 @@ def _ragged(context: _Entries | _Latents, q, cu_q_lens) -> tuple[jax.Array, jax.
         first, last = (jnp.clip(bound - before[:-1], 0, counts) for bound in (i * size, (i + 1) * size))
         return merged(result, attend_to(begin + first, last - first, size, ahead=ahead))
 
-    return _with_chunks(result, with_chunk, -(-before[-1] // size), -(-most // size), dense.unconditional_chunks)
+    bounds = -(-before[-1] // size), -(-most // size), dense.unconditional_chunks
+    return _with_chunks(result, with_chunk, *bounds, from_empty=not causal)
 
 
 def _chunk(most: int, tokens: int) -> int:

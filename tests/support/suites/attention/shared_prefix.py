@@ -8,7 +8,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.cases import each_value, further
+from support.cases import each_value, further, slow
 from support.compare import assert_same_bits
 from support.suites.attention.decode_kv import OPTIONS, DecodeKVChecks, options_of
 from support.suites.attention.decode_mla import DecodeMLAChecks, queries
@@ -90,7 +90,7 @@ class SharedPrefixChecks(Suite):
         out, lse = (np.asarray(x).reshape(len(wide), HEADS, *x.shape[given[0].ndim - 1 :]) for x in found)
         check_ragged((jnp.asarray(out), lse), right, edges, 64 if out.dtype == np.float32 else 6)
 
-    @pytest.mark.parametrize("ragged", [further(False), further(True)])
+    @pytest.mark.parametrize("ragged", [slow(False), further(True)])
     def test_a_plan_changes_no_bits(self, ragged):
         scene, cache = self.scene()
         q, tables, lengths = self.drawn(10), jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
