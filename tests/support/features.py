@@ -30,7 +30,7 @@ FEATURES = {
         ),
         Feature(
             "values before their keys, planes of unequal width, quantised planes: fp8, int8, nvfp4",
-            "the same",
+            "`from_strides(value_offset=, value_strides=)`",
             (
                 XLA + "TestWrites::test_keys_and_values_that_lie_apart",
                 XLA + "TestGathers::test_keys_and_values_that_lie_apart",
@@ -73,7 +73,7 @@ FEATURES = {
             "`window` with `cu_q_lens`",
             (
                 XLA + "TestKVWindowsOfBothSides::test_ragged_query_tokens",
-                MOSAIC + "test_kv.py::TestInterpreted::test_ragged_query_tokens_in_a_window_of_both_sides",
+                MOSAIC + "test_kv.py::TestInterpreted::test_ragged_query_tokens_in_a_window",
             ),
         ),
         Feature(
@@ -209,7 +209,7 @@ FEATURES = {
     "Indexer": (
         Feature(
             "ragged query tokens, and a length per query token",
-            "`cu_q_lens` and `seq_lens` of `indexer_logits`, `select_topk`",
+            "`cu_q_lens` and `seq_lens` of `indexer_logits`, `lengths` of `select_topk`",
             (
                 XLA + "TestIndexer::test_ragged_query_tokens",
                 XLA + "TestIndexer::test_lengths_per_query_token",
