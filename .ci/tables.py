@@ -8,12 +8,20 @@ Tables of recorded timings are written by `notebooks/h200/report.py`.
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 
 from jaxkv.support import format_table, support_matrix
 
 ROOT = Path(__file__).parents[1]
-READMES = ROOT / "README.md", ROOT / "kernels" / "jaxkv_kernels" / "formats" / "README.md"
+sys.path.append(str(ROOT / "tests"))
+from support import features  # noqa: E402
+
+READMES = (
+    ROOT / "README.md",
+    ROOT / "kernels" / "jaxkv_kernels" / "formats" / "README.md",
+    ROOT / "jaxkv" / "ops" / "README.md",
+)
 ACCURACY = ROOT / "notebooks" / "accuracy" / "entry_formats.json"
 QUERIES = ACCURACY.with_name("query_formats.json")
 
@@ -45,7 +53,13 @@ def query_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"matrix": support_matrix, "formats": format_table, "accuracy": accuracy_table, "queries": query_table}
+TABLES = {
+    "matrix": support_matrix,
+    "formats": format_table,
+    "accuracy": accuracy_table,
+    "queries": query_table,
+    "features": features.table,
+}
 
 
 def main() -> None:

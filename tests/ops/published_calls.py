@@ -7,7 +7,7 @@ values.  The sizes of caches are published for GPUs; `on_cpu` has what replaces 
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -68,12 +68,11 @@ class Calls:
     outside: str = ""
     """Parameters of the test that no call of jaxkv has."""
 
-    def cases(self) -> list[Any]:
-        """Parameters for pytest, (calls, case), those of one cache in a row: each value is `further`, others `slow`."""
+    def cases(self) -> Iterator[tuple[Case, bool]]:
+        """All cases, those of one cache in a row, each with whether it is one of a few that have every value."""
         names = [name.name for name in fields(Case) if name.name in self.axes]
-        found = combinations(*(self.axes[name] for name in names), default=0)
-        cases = [(Case(**dict(zip(names, values, strict=True))), marks) for values, marks, _ in found]
-        return [pytest.param(self, case, marks=marks, id=f"{self.name}-{i}") for i, (case, marks) in enumerate(cases)]
+        for values, marks, _ in combinations(*(self.axes[name] for name in names), default=0):
+            yield Case(**dict(zip(names, values, strict=True))), pytest.mark.slow not in marks
 
 
 def drawn_requests(batch: int, most_new: int, most_before: int) -> tuple[Request, ...]:

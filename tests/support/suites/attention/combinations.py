@@ -32,7 +32,7 @@ def is_call(window, tokens, causal, *others):
 class Combinations:
     """One of the operations with all combinations of `AXES`, compared with float64."""
 
-    @each_value(tuple(AXES), *AXES.values(), default=1, valid=is_call)
+    @each_value(tuple(AXES), *AXES.values(), default=0, valid=is_call)
     def test_options(self, window, tokens, causal, sinks, logit_cap):
         entry = self.entry()
         heads = 1 if entry.one_head else 2
