@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv import masks
 from jaxkv.testing.case import PER_HEAD, Case, Index, Shapes
 from jaxkv.testing.indices import FAR, draw_lengths, draw_tables, past_the_limits, reveal
 from jaxkv.testing.layouts import draw_entry_beside, draw_layout, pick
@@ -25,6 +26,16 @@ MOST_EXTRA_BYTES = 2**21
 
 WINDOWS = (64, 64), (3, 1), (127, -1), (-1, 2)
 """Windows of both sides that are drawn."""
+TREE = "tree_mask"
+
+
+def every_third(query, key):
+    """A mask that is not made of intervals."""
+    return (query - key) % 3 == 0
+
+
+MASKS = masks.Chunked(48), masks.Chunked(128), masks.Prefix(3) | masks.Sliding(70, 2), every_third
+"""Masks that are drawn."""
 
 
 def _behind(window: int | tuple[int, int] | None) -> int | None:
@@ -60,6 +71,8 @@ class DecodeMLA(Queries):
     """Attention to latents."""
 
     result = "attention"
+    masked: ClassVar[bool] = True
+    """Whether the operation has `mask` and `tree_mask`."""
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
@@ -76,7 +89,11 @@ class DecodeMLA(Queries):
         dtype = fields["dtype"]
         if own in NUMBERS:
             dtype = jnp.dtype(pick(rng, own, own, "float32"))
-        return {"options": {**options, "return_lse": True}, "dtype": dtype}
+        extras = fields["extras"]
+        if cls.masked:
+            options["mask"] = rng.choice(np.asarray([None, *MASKS], object)) if rng.random() < 0.3 else None
+            extras += (TREE,) if options["causal"] and rng.random() < 0.2 else ()
+        return {"options": {**options, "return_lse": True}, "dtype": dtype, "extras": extras}
 
     @property
     def total(self) -> int:
@@ -98,6 +115,10 @@ class DecodeMLA(Queries):
             q_lens = np.diff(keywords["cu_q_lens"])
         if "sinks" in self.extras:
             keywords["sinks"] = rng.normal(size=self.heads).astype(np.float32)
+        if TREE in self.extras:
+            ragged = "cu_q_lens" in self.extras
+            shape = (self.total, self.q_len + 1) if ragged else (self.requests, self.q_len, self.q_len)
+            keywords[TREE] = rng.random(shape) < pick(rng, 0.2, 0.8)
         return self.tables_and_lengths(rng, live, q_lens), keywords
 
 
@@ -126,6 +147,8 @@ class DecodeKV(DecodeMLA):
 
 class PrefillMLA(DecodeMLA):
     """Attention to keys and values that are expanded from latents."""
+
+    masked = False
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
@@ -160,6 +183,8 @@ class PrefillMLA(DecodeMLA):
 
 class PrefillKV(DecodeKV):
     """Attention to gathered keys and values."""
+
+    masked = False
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
@@ -211,7 +236,8 @@ class Plan(Case):
 
     def arguments(self, cache, values, draw, layer):
         """The arguments of `plan_decode`."""
-        keywords = {name: dict(self.options)[name] for name in ("window", "causal")}
+        keywords = {name: dict(self.options)[name] for name in ("window", "causal", "mask")}
+        keywords |= {name: array for name, array in draw.keywords.items() if name == TREE}
         keywords |= {"num_heads": self.heads, "dtype": self.dtype, INVARIANT: INVARIANT in self.extras}
         if "cu_q_lens" in self.extras:
             tokens = {"cu_q_lens": draw.keywords["cu_q_lens"], "total": self.attention.total}
@@ -232,6 +258,8 @@ class Plan(Case):
 
 class Sparse(DecodeMLA):
     """Attention to selected slots."""
+
+    masked = False
 
     @classmethod
     def optional(cls):

@@ -203,12 +203,14 @@ def seen_by_dense(case, draw, parts, queries):
     options, (tables, lengths) = dict(case.options), draw.index
     edges = draw.keywords.get("cu_q_lens", np.arange(case.requests + 1) * case.q_len)
     for request, (first, last) in enumerate(itertools.pairwise(edges)):
+        ragged, tree = "cu_q_lens" in draw.keywords, draw.keywords.get("tree_mask")
+        if tree is not None:
+            tree = tree[first:last] if ragged else tree[request]
+        length = int(np.clip(lengths[request], 0, case.columns * case.layout.block_size))
+        masks = {"causal": options["causal"], "mask": options["mask"], "tree": tree}
+        seen = oracle.seen_by_last(length, last - first, options["window"], **masks)
         for token in range(last - first):
-            length = int(np.clip(lengths[request], 0, case.columns * case.layout.block_size))
-            position = length - (last - first) + token
-            seen = oracle.seen(position, length, options["window"], causal=options["causal"])
-            slots = slots_of(case, tables[request], np.flatnonzero(seen))
-            ragged = "cu_q_lens" in draw.keywords
+            slots = slots_of(case, tables[request], np.flatnonzero(seen[token]))
             yield (first + token,) if ragged else (request, token), read(case.layout.entry, parts, slots)
 
 
