@@ -27,7 +27,7 @@ from jaxkv.checks import (
     static_bool,
 )
 from jaxkv.dispatch import Implementations
-from jaxkv.ops.masking import mask_fields
+from jaxkv.ops.masking import mask_fields, seen_by_some
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.plan import DecodePlan, groups_of, prefix_plan, run_planned
 from jaxkv.ops.ragged_queries import Arrangement, arrange
@@ -465,15 +465,21 @@ def _check_seen(cache: KVCache, call: calls.DecodeCall[Any], arrangement: Arrang
     """In checked mode, checks the tokens that some query token sees."""
     if data_checks.checking():
         tokens = jnp.full_like(call.seq_lens, arrangement.q_len or 1)
-        check_seen(cache, call, tokens if cu_q_lens is None else jnp.diff(int32(cu_q_lens)))
+        shown = None if call.tree is None and call.mask is None else seen_by_some(call, arrangement.q_len, cu_q_lens)
+        check_seen(cache, call, tokens if cu_q_lens is None else jnp.diff(int32(cu_q_lens)), shown)
 
 
-def check_seen(cache: KVCache, call: calls.DecodeCall[Any] | calls.PrefillCall[Any], tokens) -> None:
+def check_seen(
+    cache: KVCache,
+    call: calls.DecodeCall[Any] | calls.PrefillCall[Any],
+    tokens: jax.Array,
+    shown: jax.Array | None = None,
+) -> None:
     """Checks what some of the last `tokens` [B] query tokens of the requests see, by `check_entries`."""
     seen = jnp.where(tokens > 0, call.seq_lens, 0)
     # Each query token sees its own, and the last one of a request is its last token: no window ends before that.
     first = jnp.zeros_like(seen) if call.window is None else seen - (tokens - 1) - call.window
-    check_entries(cache, call.block_tables, first, seen, call.layer)
+    check_entries(cache, call.block_tables, first, seen, call.layer, shown=shown)
 
 
 def _of_prefixes(
@@ -500,18 +506,30 @@ def _of_prefixes(
 
 
 def check_entries(
-    cache: KVCache, block_tables, first, seq_lens, layer, *, names: tuple[str, str] = ("block_tables", "seq_lens")
+    cache: KVCache,
+    block_tables,
+    first,
+    seq_lens,
+    layer,
+    *,
+    shown: jax.Array | None = None,
+    names: tuple[str, str] = ("block_tables", "seq_lens"),
 ) -> None:
     """Checks that the tokens of positions first <= p < seq_lens are in the cache, and that none holds NaN.
 
-    `names` are those of the arguments for tables and lengths.
+    If `shown`, bool [B, M * block_size], is not None, only of those for which it is true.  `names` are those of the
+    arguments for tables and lengths.
     """
     pages = cache.layout.pages
     data_checks.check_layer(layer, pages)
-    data_checks.check_tables(block_tables, first, seq_lens, pages, *reversed(names))
+    data_checks.check_tables(block_tables, first if shown is None else seq_lens, seq_lens, pages, *reversed(names))
     positions = jnp.arange(block_tables.shape[1] * pages.block_size, dtype=jnp.int32)
     positions = jnp.broadcast_to(positions, (block_tables.shape[0], positions.size))
     live = (positions >= first[:, None]) & (positions < seq_lens[:, None])
+    if shown is not None:
+        live &= shown
+        blocks = live.reshape(*block_tables.shape, pages.block_size).any(axis=-1)
+        data_checks.check_ids("block_tables", block_tables, pages, blocks)
     slots = slots_for(block_tables, positions, block_size=pages.block_size)
     data_checks.check_live_entries(cache, slots, live, layer)
 

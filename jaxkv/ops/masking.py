@@ -1,5 +1,6 @@
 """Which tokens a query token of `decode_mla` and `decode_kv` sees: the arguments of masks as fields of a record."""
 
+import math
 from collections.abc import Hashable
 from typing import Any
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxkv.checks import Dims, computed, describe, running_sum, window_of
-from jaxkv_kernels.addressing import lengths_in_table
+from jaxkv_kernels.addressing import lengths_in_table, sums_from_0
+from jaxkv_kernels.calls import DecodeCall
 from jaxkv_kernels.masks import Mask, Tree
 
 
@@ -80,3 +82,23 @@ def _tree(dims: Dims, requests: dict[str, Any], q_len, causal, tree_mask, cu_q_l
         return Tree(lengths - count, jnp.asarray(tree_mask))
 
     return computed(made, tree_mask, requests["block_tables"], requests["seq_lens"], cu_q_lens)
+
+
+def seen_by_some(call: DecodeCall[Any], q_len: int | None, cu_q_lens: ArrayLike | None) -> jax.Array:
+    """Whether `tree` and `mask` of a call show each token of a request to some query token, bool [B, M * block_size].
+
+    The queries are in the caller's order, with `q_len` tokens per request (None without such an axis) or ragged.
+    """
+    (requests, columns), block_size, queries = call.block_tables.shape, call.pages.block_size, call.queries[0]
+    sums = sums_from_0(jnp.full(requests, q_len or 1)) if cu_q_lens is None else running_sum(cu_q_lens)
+    query = jnp.arange(math.prod(queries.shape[:-2]), dtype=jnp.int32)
+    owner = jnp.searchsorted(sums[1:], query, side="right")
+    starts = lengths_in_table(call.seq_lens, call.block_tables, block_size) - jnp.diff(sums)
+    keys = jnp.arange(columns * block_size, dtype=jnp.int32)
+    seen = jnp.ones((query.size, keys.size), bool)
+    if call.tree is not None:
+        rows = call.tree.seen.reshape(query.size, 1, -1)
+        seen &= Tree(starts[owner], rows).sees(keys)[:, 0]
+    if call.mask is not None:
+        seen &= call.mask((starts[owner] + query - sums[owner])[:, None], keys[None])
+    return jnp.zeros((requests, keys.size), bool).at[owner].max(seen, mode="drop")

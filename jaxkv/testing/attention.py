@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv import masks
 from jaxkv.ops.attention import in_float
 from jaxkv.testing.case import PER_HEAD, PER_TOKEN, SCALES, Case, Index, Shapes
 from jaxkv.testing.indices import FAR, draw_lengths, draw_tables, past_the_limits, reveal
@@ -31,6 +32,16 @@ PREFIXES = SHARED, "prefix_lens", "prefix_of"
 
 WINDOWS = (64, 64), (3, 1), (127, -1), (-1, 2)
 """Windows of both sides that are drawn."""
+TREE = "tree_mask"
+
+
+def every_third(query, key):
+    """A mask that is not made of intervals."""
+    return (query - key) % 3 == 0
+
+
+MASKS = masks.Chunked(48), masks.Chunked(128), masks.Prefix(3) | masks.Sliding(70, 2), every_third
+"""Masks that are drawn."""
 
 
 def _behind(window: int | tuple[int, int] | None) -> int | None:
@@ -80,6 +91,8 @@ class DecodeMLA(Queries):
     """Attention to latents."""
 
     result = "attention"
+    masked: ClassVar[bool] = True
+    """Whether the operation has `mask` and `tree_mask`."""
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
@@ -96,9 +109,14 @@ class DecodeMLA(Queries):
         dtype = fields["dtype"]
         if own in NUMBERS:
             dtype = jnp.dtype(pick(rng, own, own, "float32"))
-        if IN_E4M3 in fields["extras"]:
+        extras = fields["extras"]
+        if cls.masked:
+            options["mask"] = rng.choice(np.asarray([None, *MASKS], object)) if rng.random() < 0.3 else None
+            extras += (TREE,) if options["causal"] and rng.random() < 0.2 else ()
+        if IN_E4M3 in extras:
             dtype = layout.entry.input_dtype  # to which the operations convert queries
-        extras = fields["extras"] if options["window"] is None else _without(SHARED, fields["extras"])
+        if options["window"] is not None or options.get("mask") is not None:
+            extras = _without(SHARED, extras)
         return {"options": {**options, "return_lse": True}, "dtype": dtype, "extras": extras}
 
     @property
@@ -108,10 +126,16 @@ class DecodeMLA(Queries):
         return [((*self.token_axes, self.heads, n), dtype) for n in self.layout.entry.sizes]
 
     def index(self, rng, live) -> Index:
-        """What `Queries` has; sinks, the scale of queries in e4m3, and shared prefixes."""
+        """What `Queries` has; sinks, the scale of queries in e4m3, shared prefixes, and trees."""
         index, keywords = super().index(rng, live)
         keywords = {**keywords, **self.of_heads(rng)}
-        return index, {**keywords, **self._prefixes(rng, live)} if SHARED in self.extras else keywords
+        if SHARED in self.extras:
+            keywords |= self._prefixes(rng, live)
+        if TREE in self.extras:
+            ragged = "cu_q_lens" in self.extras
+            shape = (self.total, self.q_len + 1) if ragged else (self.requests, self.q_len, self.q_len)
+            keywords[TREE] = rng.random(shape) < pick(rng, 0.2, 0.8)
+        return index, keywords
 
     def of_heads(self, rng) -> dict[str, np.ndarray]:
         """Arguments per query head."""
@@ -174,6 +198,8 @@ class DecodeKV(DecodeMLA):
 class PrefillMLA(DecodeMLA):
     """Attention to keys and values that are expanded from latents."""
 
+    masked = False
+
     @classmethod
     def optional(cls) -> tuple[str, ...]:
         """`cu_q_lens` (ragged query tokens) and `sinks`."""
@@ -207,6 +233,8 @@ class PrefillMLA(DecodeMLA):
 
 class PrefillKV(DecodeKV):
     """Attention to gathered keys and values."""
+
+    masked = False
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
@@ -257,7 +285,8 @@ class Plan(Case):
 
     def arguments(self, cache, values, draw, layer):
         """The arguments of `plan_decode`."""
-        keywords = {name: dict(self.options)[name] for name in ("window", "causal")}
+        keywords = {name: dict(self.options)[name] for name in ("window", "causal", "mask")}
+        keywords |= {name: array for name, array in draw.keywords.items() if name == TREE}
         keywords |= {"num_heads": self.heads, "dtype": self.dtype, INVARIANT: INVARIANT in self.extras}
         keywords |= {name: array for name, array in draw.keywords.items() if name in PREFIXES}
         if "cu_q_lens" in self.extras:
@@ -279,6 +308,8 @@ class Plan(Case):
 
 class Sparse(DecodeMLA):
     """Attention to selected slots."""
+
+    masked = False
 
     @classmethod
     def optional(cls):

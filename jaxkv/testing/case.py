@@ -164,7 +164,9 @@ class Case:
     def __str__(self):
         layout, entry, strides = self.layout, self.layout.entry, self.layout.strides
         options = "".join(
-            f" {name}={value}" for name, value in self.options if name in ("scale", "logit_cap", "window", "causal")
+            f" {name}={value}"
+            for name, value in self.options
+            if name in ("scale", "logit_cap", "window", "causal", "mask")
         )
         options += "".join(f" {name}" for name in self.extras)
         values = ""

@@ -43,6 +43,14 @@ class TestKVWindowsOfBothSides(suites.KVWindowsOfBothSides):
     implementation = "xla"
 
 
+class TestMLAMasks(suites.MLAMasks):
+    implementation = "xla"
+
+
+class TestKVMasks(suites.KVMasks):
+    implementation = "xla"
+
+
 class TestMLACombinations(suites.MLACombinations):
     implementation = "xla"
 

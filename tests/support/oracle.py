@@ -440,7 +440,7 @@ def seen_by_last(length, count, window=None, *, causal=True, mask=None, tree=Non
     if tree is not None:
         some = np.zeros((count, max(first, 0) + max(count, tree.shape[1])), bool)
         some[:, : max(first, 0)] = True
-        some[:, max(first, 0) : first + tree.shape[1]] = tree[:, max(-first, 0) :]
+        some[:, max(first, 0) : max(first + tree.shape[1], 0)] = tree[:, max(-first, 0) :]
         found &= some[:, :length]
     if mask is not None:
         found &= np.asarray(mask(first + np.arange(count)[:, None], key[None]))

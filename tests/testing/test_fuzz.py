@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv import dispatch
 from jaxkv.cli import main
 from jaxkv.testing import families, fuzz, layouts
-from jaxkv.testing.attention import Plan
+from jaxkv.testing.attention import MASKS, Plan
 from jaxkv.testing.buffers import address_map
 from jaxkv.testing.compare import EPSILON, differ, excess
 from jaxkv_kernels.calls import Kernels, supports
@@ -348,6 +348,8 @@ def test_draws_are_of_every_kind():
     options = [dict(case.options) for case in drawn]
     windows = {(type(x["window"]), x["causal"]) for x in options if {"window", "causal"} <= x.keys()}
     assert {(int, True), (tuple, True), (tuple, False)} <= windows
+    assert set(MASKS) <= {x.get("mask") for x in options}
+    assert {"cu_q_lens", "tree_mask"} <= {name for case in drawn if "tree_mask" in case.extras for name in case.extras}
     assert {(512, 0), (64, 64), (64, 0)} <= {layout.entry.sizes for layout in layouts}
     seconds = [
         (case.layout.entry.format, dict(case.options)["extra"].entry.format) for case in drawn if "extra" in case.extras

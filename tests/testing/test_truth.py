@@ -223,12 +223,14 @@ def seen_by_dense(case, draw, parts, queries):
     options, (tables, lengths) = dict(case.options), draw.index
     edges, shared = draw.keywords.get("cu_q_lens", np.arange(case.requests + 1) * case.q_len), prefix_slots(case, draw)
     for request, (first, last, before) in enumerate(zip(edges[:-1], edges[1:], shared, strict=True)):
+        ragged, tree = "cu_q_lens" in draw.keywords, draw.keywords.get("tree_mask")
+        if tree is not None:
+            tree = tree[first:last] if ragged else tree[request]
+        length = int(np.clip(lengths[request], 0, case.columns * case.layout.block_size))
+        masks = {"causal": options["causal"], "mask": options.get("mask"), "tree": tree}
+        seen = oracle.seen_by_last(length, last - first, options["window"], **masks)
         for token in range(last - first):
-            length = int(np.clip(lengths[request], 0, case.columns * case.layout.block_size))
-            position = length - (last - first) + token
-            seen = oracle.seen(position, length, options["window"], causal=options["causal"])
-            slots = np.concatenate([before, slots_of(case, tables[request], np.flatnonzero(seen))])
-            ragged = "cu_q_lens" in draw.keywords
+            slots = np.concatenate([before, slots_of(case, tables[request], np.flatnonzero(seen[token]))])
             yield (first + token,) if ragged else (request, token), read(case.layout.entry, parts, slots)
 
 

@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
+from jaxkv import masks
 from jaxkv.ops import OPERATIONS
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.decode import GATHERED, by_slots
@@ -45,6 +46,7 @@ class Mosaic:
         "layer stride of",
         "block stride of",
         "`q_latent` of",  # queries of another dtype than the entries
+        "`mask`, a function",  # without intervals
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
 
@@ -52,6 +54,16 @@ class Mosaic:
         """Entries that are not quantised in the suite's sizes, others in those of models."""
         plain = (name or self.exact) in ("bf16", "f16", "f32")
         return super().entry(name) if plain else jaxkv.MLAEntry.typical(name)
+
+
+@on_hopper
+class TestMLAMasks(Mosaic, suites.MLAMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_hopper
+class TestMLATreeMasks(Mosaic, suites.MLATreeMasks):
+    """The whole suite, on the GPU."""
 
 
 @on_hopper
@@ -127,6 +139,12 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     @pytest.mark.parametrize("heads", [5, slow(16), further(64)])
     def test_lengths_round_the_edges(self, heads):
         self.case((0, 1, 64, 65, 130), heads)
+
+    @pytest.mark.parametrize(
+        "keywords", [further({"tree_mask": np.tri(3, dtype=bool)[None]}), slow({"mask": masks.Chunked(48)})]
+    )
+    def test_masks(self, keywords):
+        self.case((130,), 5, 3, **keywords)
 
     @pytest.mark.parametrize("heads", [5, slow(16), further(64)])
     def test_two_ctas_share_the_keys_of_each_request(self, heads):

@@ -2,10 +2,12 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
+from jaxkv import masks
 from jaxkv_kernels import tuning
 from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
@@ -29,9 +31,20 @@ class Mosaic:
         "query tokens x heads",  # quantised entries with more than 16 rows per head
         "`q` of",  # queries of another dtype than the entries
         "blocks of",  # TMA tiles are of whole 16-token pages
+        "`mask`, a function",  # without intervals
         "`logit_cap` of",  # too large for tanh by way of exp2
         "keys and values of format 'fp8' that lie apart",
     )
+
+
+@on_hopper
+class TestKVMasks(Mosaic, suites.KVMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_hopper
+class TestKVTreeMasks(Mosaic, suites.KVTreeMasks):
+    """The whole suite, on the GPU."""
 
 
 @on_hopper
@@ -119,6 +132,17 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     @pytest.mark.parametrize("name", [ONE_APART, *map(further, OTHERS_APART)])
     def test_keys_and_values_that_lie_apart(self, name):
         self.check_layout(name, jaxkv.KVEntry("bf16", 128, 64), lengths=(0, 1, 200))
+
+    @pytest.mark.parametrize(
+        "keywords",
+        [
+            further({"tree_mask": np.stack([np.eye(3, dtype=bool), np.tri(3, dtype=bool)])}),
+            further({"mask": masks.Prefix(3) | masks.Sliding(70, 0), "tree_mask": np.ones((2, 3, 3), bool)}),
+            slow({"mask": masks.Chunked(64)}),
+        ],
+    )
+    def test_masks(self, keywords):
+        self.case((130, 2), 2, 1, 3, **keywords)
 
     def test_keys_of_very_low_scores_count(self):
         self.check_low_scores("BLNHC", 8, lengths=(0, 1, 600))  # the last is split

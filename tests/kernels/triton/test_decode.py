@@ -22,6 +22,26 @@ class TestDecodeKV(Triton, suites.DecodeKV):
 
 
 @on_gpu
+class TestMLAMasks(Triton, suites.MLAMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestMLATreeMasks(Triton, suites.MLATreeMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestKVMasks(Triton, suites.KVMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestKVTreeMasks(Triton, suites.KVTreeMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
 class TestDecodeMLASparse(Triton, suites.DecodeMLASparse):
     """The whole suite, on the GPU."""
 
@@ -80,6 +100,18 @@ class TestInterpretedDecodeMLA(Triton, suites.DecodeMLA):
 @interpreted
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedDecodeKV(Triton, suites.DecodeKV):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedMLATreeMasks(Triton, suites.MLATreeMasks):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedKVMasks(Triton, suites.KVMasks):
     """The whole suite."""
 
 

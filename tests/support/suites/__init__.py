@@ -24,7 +24,9 @@ from support.suites.attention.decode_mla_sparse import DecodeMLASparseChecks as 
 from support.suites.attention.decode_mla_sparse import MaxLogits as MaxLogits
 from support.suites.attention.extra_slots import ExtraSlots as ExtraSlots
 from support.suites.attention.extra_slots import ExtraSlotsChecks as ExtraSlotsChecks
+from support.suites.attention.masks import KVMasks as KVMasks
 from support.suites.attention.masks import KVTreeMasks as KVTreeMasks
+from support.suites.attention.masks import MLAMasks as MLAMasks
 from support.suites.attention.masks import MLATreeMasks as MLATreeMasks
 from support.suites.attention.merge import Merge as Merge
 from support.suites.attention.shared_prefix import KVSharedPrefixes as KVSharedPrefixes

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv import masks
 from support import scenes
-from support.cases import each_value, on_layouts
+from support.cases import each_value, further, on_layouts
 from support.compare import assert_same_bits
 from support.suites.attention.decode_kv import OPTIONS, DecodeKVChecks, options_of
 from support.suites.attention.decode_mla import DecodeMLAChecks, queries, roundings_of
@@ -68,7 +69,7 @@ class KVTreeMasks(KVMaskChecks):
     """`decode_kv(..., tree_mask=)`."""
 
     @each_value(
-        ("tokens", "window", "options", "kind"), (5, 70, 2, 1), (None, 20, (3, 1)), OPTIONS, ("tree", "any"), default=2
+        ("tokens", "window", "options", "kind"), (5, 70, 2, 1), (None, 20, (3, 1)), OPTIONS, ("tree", "any"), default=1
     )
     def test_combinations(self, tokens, window, options, kind):
         self.masked(tokens, window=window, tree_mask=trees(6, tokens, kind), **options_of(options, 6))
@@ -151,3 +152,69 @@ class MLATreeMasks(DecodeMLAChecks):
         found = self.check(q, scene.cache(layout, 1), scene, 1, **keywords)
         for a, b in zip(found, self.decode(q, scene.twin(layout), scene, 0, **keywords), strict=True):
             assert_same_bits(a, b)
+
+
+def every_third(query, key):
+    """A mask by which query tokens see no intervals."""
+    return (query - key) % 3 == 0
+
+
+INTERVALS = masks.Chunked(48), masks.Chunked(128), masks.Prefix(3) | masks.Sliding(20, 2), masks.Prefix(70)
+MASKS = (*INTERVALS, masks.Chunked(32) & (masks.Prefix(9) | masks.Sliding(-1, 1)), every_third)
+
+
+class KVMasks(KVMaskChecks):
+    """`decode_kv(..., mask=)`."""
+
+    @each_value(("mask", "tokens", "causal"), MASKS, (3, 1, 70), (True, False), default=2)
+    def test_combinations(self, mask, tokens, causal):
+        self.masked(tokens, mask=mask, causal=causal)
+
+    @each_value(("mask", "window", "options"), MASKS[2:], (20, (9, 1)), ("sinks", "logit_cap"), default=0)
+    def test_with_a_window(self, mask, window, options):
+        self.masked(3, mask=mask, window=window, causal=isinstance(window, int), **options_of(options, 6))
+
+    @each_value(("mask", "window", "options"), MASKS[2:], (None, (9, 1)), OPTIONS, default=0)
+    def test_with_a_tree(self, mask, window, options):
+        self.masked(5, mask=mask, window=window, tree_mask=trees(6, 5), **options_of(options, 6))
+
+    @each_value(("mask", "window", "tree"), MASKS[1:], (None, 20), (False, True), default=0)
+    def test_ragged_query_tokens(self, mask, window, tree):
+        self.masked_ragged(mask=mask, window=window, tree=tree)
+
+    @pytest.mark.parametrize("mask", [INTERVALS[0], further(INTERVALS[2]), further(every_third)])
+    def test_tokens_that_no_query_sees_may_hold_anything(self, mask):
+        entry = self.entry()
+        scene, layout = scenes.scene(entry, num_heads=2, lengths=(230, 70)), layout_of("BLNHC", entry, num_heads=2)
+        q, broken = self.query(entry, 2, 2, 4), scene
+        for request, length in enumerate(scene.lengths):
+            for position in range(length):
+                if not np.asarray(mask(length - 2 + np.arange(2), position)).any():
+                    broken = broken.holding(np.nan, request, position)
+        right = self.decode(q, scene.cache(layout, 1), scene, 1, mask=mask)
+        for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1, mask=mask), right, strict=True):
+            assert_same_bits(a, b)
+        assert broken is not scene
+
+    def test_plans_are_for_one_mask(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache, q = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, len(scene.lengths), 3, 6)
+        requests, keywords = (jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)), {"mask": INTERVALS[2]}
+        plan = self.run(jaxkv.plan_decode, cache, *requests, num_heads=6, q_len=3, dtype=q.dtype, **keywords)
+        right = self.decode(q, cache, scene, 1, **keywords)
+        for a, b in zip(self.decode(q, cache, scene, 1, plan=plan, **keywords), right, strict=True):
+            assert_same_bits(a, b)
+        with pytest.raises(ValueError, match=r"`plan` was made for .*Prefix.*: expected one for .*mask=None"):
+            self.decode(q, cache, scene, 1, plan=plan)
+
+
+class MLAMasks(DecodeMLAChecks):
+    """`decode_mla(..., mask=)`."""
+
+    @each_value(("mask", "tokens", "options"), MASKS, (3, 1), OPTIONS, default=1)
+    def test_combinations(self, mask, tokens, options):
+        entry = self.entry()
+        scene = scenes.scene(entry)
+        cache, q = scene.cache(layout_of("BLNHC", entry), 1), queries(entry, len(scene.lengths), tokens, self.heads)
+        self.check(q, cache, scene, 1, mask=mask, causal=tokens > 1, **options_of(options, self.heads))
