@@ -147,6 +147,7 @@ def plan_decode(
         entry=entry,
         block_tables=int32(block_tables),
         seq_lens=int32(seq_lens),
+        trailing=None,
         heads=num_heads,
         q_len=q_len,
         window=behind,

@@ -9,7 +9,7 @@ forms are arranged as this one, outside of the kernels:
 
 One kind of call has no such form: query tokens that are not the last ones, and see some tokens after their own (a
 `window` without a causal mask).  Their groups have the whole length, and `trailing` tokens come after them.  Kernels
-that support `ahead` compute their masks from both.
+compute their masks from both.
 
 A group has as many rows (query tokens x heads that share keys) as a kernel's tile.  A kernel that supported ragged
 queries itself would therefore read the keys as often.
@@ -164,10 +164,10 @@ class Arrangement:
         """The call of `arrange` with the queries, tables and lengths of the kernel's requests."""
         tables, lengths = self._requests(call)
         ahead = 0 if self.as_heads else call.ahead
-        call = replace(call, block_tables=tables, seq_lens=lengths, ahead=ahead)
+        trailing = None if self.groups is None or ahead == 0 else self.groups.num_trailing
+        call = replace(call, block_tables=tables, seq_lens=lengths, trailing=trailing, ahead=ahead)
         if isinstance(call, DecodeCall):
-            trailing = None if self.groups is None or ahead == 0 else self.groups.num_trailing
-            return replace(call.with_queries(*map(self._queries, call.queries)), trailing=trailing)
+            return call.with_queries(*map(self._queries, call.queries))
         if not self.as_heads:
             return replace(call, q_len=self._size)
         return replace(call, q_len=1, heads=call.heads * self._size)

@@ -282,6 +282,8 @@ class PlanDecode(BlocksCall[Any]):
     """[B, M]."""
     seq_lens: jax.Array
     """[B]."""
+    trailing: jax.Array | None
+    """As in `DecodeCall`."""
     entry: MLAEntry | KVEntry = field(metadata=STATIC)
     heads: int = field(metadata=STATIC)
     """Query heads."""
@@ -814,13 +816,6 @@ def _unlisted(entry: Entry, listed: Listed) -> Iterator[str]:
         yield f"entries of kind {type(entry).__name__}: supports {kinds}"
     elif entry.format not in formats:
         yield f"entries of format {entry.format!r}: supports {', '.join(formats)}"
-
-
-def later_token_reasons(call: DecodeCall[Any] | PlanDecode) -> Iterator[str]:
-    """A reason against a call whose query tokens see tokens after their own, for kernels with a causal mask."""
-    if call.ahead != 0:
-        seen = "all tokens" if call.ahead is None else f"{call.ahead} token{'s' * (call.ahead != 1)}"
-        yield f"a window in which query tokens see {seen} after their own: supports none, as under a causal mask"
 
 
 _SUPPORT = "_support"

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode, later_token_reasons
+from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.scores import too_large
@@ -47,6 +47,7 @@ from jaxkv_kernels.triton.splits import (
     Plan,
     batch_invariant_reasons,
     combine,
+    last_ends,
     make_plan,
     multiprocessors,
     plan_requests,
@@ -125,7 +126,6 @@ def unsupported_reasons(call: DecodeMLA) -> Iterator[str]:
     """Reasons against a call of `decode_mla`."""
     yield from empty_reasons(q_latent=call.q_latent, block_tables=call.block_tables)
     yield from entry_reasons(call.entry)
-    yield from later_token_reasons(call)
     yield from too_large(call.logit_cap)
 
 
@@ -167,7 +167,13 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
     requests, size = batch * q_len, call.slots.shape[-1]
     config = latent_config(call.entry, heads, call.entry.dtype)
     options = dict(
-        config=config, row_tiles=config.row_tiles(heads), q_len=1, window=None, longest=size, sms=multiprocessors()
+        config=config,
+        row_tiles=config.row_tiles(heads),
+        q_len=1,
+        window=None,
+        ahead=0,
+        longest=size,
+        sms=multiprocessors(),
     )
     if call.counts is None:
         # All lengths are known at trace time, and therefore also the number of work tiles.
@@ -216,7 +222,7 @@ def _attend(call: DecodeMLA, table_block: int, sinks: jax.Array | None = None) -
     out, lse, split_out, split_lse = launch(
         _attend_latents,
         (
-            q_latent, call.q_pe, buffer, table, call.seq_lens, plan.work_tiles, jnp.reshape(call.layer, one),
+            q_latent, call.q_pe, buffer, table, last_ends(call), plan.work_tiles, jnp.reshape(call.layer, one),
             jnp.reshape(scale, one), jnp.reshape(scale if call.kv_scale is None else call.kv_scale, one),
             scale if sinks is None else sinks,
         ),
@@ -229,7 +235,7 @@ def _attend(call: DecodeMLA, table_block: int, sinks: jax.Array | None = None) -
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
         PAGES=in_memory, LOADS=_loads(call.entry, in_memory, config.columns, dtype), TABLE=table.shape[1],
         TABLE_BLOCK=table_block, Q_LEN=q_len, HEADS=heads, ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window,
-        SINKS=sinks is not None, CONFIG=config,
+        AHEAD=call.ahead, SINKS=sinks is not None, CONFIG=config,
     )  # fmt: skip
     if plan.may_split:
         out, lse = combine(out, lse, split_out, split_lse, plan, sinks)
@@ -282,11 +288,11 @@ def _join_pairs(halves, factor):
 
 @triton.jit
 def _attend_latents(
-    q_latent, q_pe, buffer, table, seq_lens, work_tiles, layers, scales, kv_scales, sinks,
+    q_latent, q_pe, buffer, table, last_ends, work_tiles, layers, scales, kv_scales, sinks,
     out, lse, split_out, split_lse,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
-    HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    CONFIG: tl.constexpr,
+    HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
+    SINKS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     LATENT: tl.constexpr = LOADS.first
     ROPE: tl.constexpr = LOADS.second
@@ -312,8 +318,8 @@ def _attend_latents(
     # With few rows, enough registers are left for a row sum per column.
     SUM_PER_COLUMN: tl.constexpr = LOADS.ways == 2 and LOADS.native and CONFIG.rows < 64
     acc, row_max, row_sum = attend_tiles(
-        q_rope + q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
-        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, CONFIG, SUM_PER_COLUMN,
+        q_rope + q, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
+        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, AHEAD, CONFIG, SUM_PER_COLUMN,
     )  # fmt: skip
     if LOADS.ways == 2:
         acc = _join_pairs(acc, tl.load(kv_scales))

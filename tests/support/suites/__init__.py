@@ -7,6 +7,7 @@ class TestWrites(suites.Writes):
 """
 
 from support import scenes as scenes
+from support.suites.attention.decode_kv import BOTH_SIDES as BOTH_SIDES
 from support.suites.attention.decode_kv import DecodeKV as DecodeKV
 from support.suites.attention.decode_kv import DecodeKVChecks as DecodeKVChecks
 from support.suites.attention.decode_kv import KVWindowsOfBothSides as KVWindowsOfBothSides
@@ -23,6 +24,7 @@ from support.suites.attention.extra_slots import ExtraSlots as ExtraSlots
 from support.suites.attention.extra_slots import ExtraSlotsChecks as ExtraSlotsChecks
 from support.suites.attention.merge import Merge as Merge
 from support.suites.base import assert_a_scan_stacks as assert_a_scan_stacks
+from support.suites.base import check_ragged as check_ragged
 from support.suites.base import layout_of as layout_of
 from support.suites.blocks import BlockChecks as BlockChecks
 from support.suites.blocks import Blocks as Blocks
