@@ -307,8 +307,8 @@ class PlanDecode(BlocksCall[Any]):
 class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
     """Attention of Q query tokens of each request to the entries in its blocks; returns out and lse.
 
-    They are the last tokens of the request, but for `trailing` ones.  The query token at position p sees the tokens
-    from p - window + 1 to p + ahead.
+    They are the last tokens of the request, but for `trailing` ones.  The query token at position p sees the tokens of
+    the request from p - window + 1 to p + ahead.
 
     A call has the attributes of `PlanDecode`, so that an implementation can make a plan for the call itself.
     """
@@ -324,8 +324,8 @@ class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
     plan: Any
     """The schedule that the implementation's `plan_decode` returned for these lengths; None to make one."""
     trailing: jax.Array | None
-    """[B], how many tokens of each request come after its last query token; None for none.  Only calls whose `ahead` is
-    not 0 have it: for the others, tokens after the last query token are left out of `seq_lens`."""
+    """[B], how many tokens of each request come after its last query token; None for none.  It is negative if the last
+    query tokens lie after the end of the request: their results are not used."""
     logit_cap: float | None = field(metadata=STATIC)
     window: int | None = field(metadata=STATIC)
     """How many tokens up to its own, this one included, a query token sees; None for all."""

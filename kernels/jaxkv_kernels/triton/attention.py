@@ -418,7 +418,8 @@ def _scores(q, k, score):
 def attend_tiles(
     q, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
-    CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, CONFIG: tl.constexpr, SUM_PER_COLUMN: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, TRAILING: tl.constexpr, CONFIG: tl.constexpr,
+    SUM_PER_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Attends with the query tiles `q` to the tokens from `begin` to `end` of a request.
 
@@ -429,7 +430,8 @@ def attend_tiles(
         tile i                 scores = q k^T | mask | max, weights | acc = acc * rescale + weights v
 
     `table` [B, TABLE] holds ids of blocks of TABLE_BLOCK tokens: blocks of the cache, or slots if TABLE_BLOCK is 1.
-    `last_ends` [B] are the positions after the last query tokens; what is beyond the table is left out.
+    `last_ends` [B] are the positions after the last query tokens: unclamped lengths or, with TRAILING, clamped lengths
+    minus `trailing`.
 
     Returns the unnormalized sums (a tuple of float32 [rows, columns], one per tile of values), the running maximum
     [rows], and the row sums ([rows], or [rows, keys] with SUM_PER_COLUMN).
@@ -446,7 +448,9 @@ def attend_tiles(
     table += request.to(tl.int64) * TABLE
     key = tl.arange(0, KEYS)
     block = tl.load(table + (begin + key) // TABLE_BLOCK, mask=begin + key < end, other=-1)
-    last_end = tl.minimum(tl.load(last_ends + request), TABLE * TABLE_BLOCK)
+    last_end = tl.load(last_ends + request)
+    if not TRAILING:
+        last_end = tl.minimum(last_end, TABLE * TABLE_BLOCK)
     kv_end = last_end - (Q_LEN - 1) + token
     row_max = tl.full((ROWS,), NO_KEYS, tl.float32)
     row_sum = tl.zeros((ROWS, KEYS) if SUM_PER_COLUMN else (ROWS,), tl.float32)

@@ -137,7 +137,8 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
         PAGES=in_memory, LOADS=loads, SCALED=entry.codec.scaled,
         SCALE_STEPS=tuple(int(x.size > 1) for x in scales), TABLE=call.block_tables.shape[1], Q_LEN=q_len, HEADS=heads,
-        ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window, AHEAD=call.ahead, CONFIG=config,
+        ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window, AHEAD=call.ahead,
+        TRAILING=call.trailing is not None, CONFIG=config,
     )  # fmt: skip
     if plan.may_split:
         out, lse = combine(out, lse, split_out, split_lse, plan)
@@ -161,7 +162,7 @@ def _attend_kv(
     q, buffer, table, last_ends, work_tiles, layers, scales, k_scales, v_scales, out, lse, split_out, split_lse,
     PAGES: tl.constexpr, LOADS: tl.constexpr, SCALED: tl.constexpr, SCALE_STEPS: tl.constexpr, TABLE: tl.constexpr,
     Q_LEN: tl.constexpr, HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-    AHEAD: tl.constexpr, CONFIG: tl.constexpr,
+    AHEAD: tl.constexpr, TRAILING: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     ALL: tl.constexpr = Q_LEN * HEADS
     index = tl.program_id(0) // ROW_TILES
@@ -177,7 +178,7 @@ def _attend_kv(
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
     acc, row_max, row_sum = attend_tiles(
         queries, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
-        PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, AHEAD, CONFIG, False,
+        PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, False,
     )  # fmt: skip
     result = join_columns(acc, LOADS.ways) * LOADS.unit
     if SCALED:

@@ -235,7 +235,7 @@ def _attend(call: DecodeMLA, table_block: int, sinks: jax.Array | None = None) -
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
         PAGES=in_memory, LOADS=_loads(call.entry, in_memory, config.columns, dtype), TABLE=table.shape[1],
         TABLE_BLOCK=table_block, Q_LEN=q_len, HEADS=heads, ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window,
-        AHEAD=call.ahead, SINKS=sinks is not None, CONFIG=config,
+        AHEAD=call.ahead, TRAILING=call.trailing is not None, SINKS=sinks is not None, CONFIG=config,
     )  # fmt: skip
     if plan.may_split:
         out, lse = combine(out, lse, split_out, split_lse, plan, sinks)
@@ -292,7 +292,7 @@ def _attend_latents(
     out, lse, split_out, split_lse,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
     HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
-    SINKS: tl.constexpr, CONFIG: tl.constexpr,
+    TRAILING: tl.constexpr, SINKS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     LATENT: tl.constexpr = LOADS.first
     ROPE: tl.constexpr = LOADS.second
@@ -319,7 +319,7 @@ def _attend_latents(
     SUM_PER_COLUMN: tl.constexpr = LOADS.ways == 2 and LOADS.native and CONFIG.rows < 64
     acc, row_max, row_sum = attend_tiles(
         q_rope + q, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
-        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, AHEAD, CONFIG, SUM_PER_COLUMN,
+        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, SUM_PER_COLUMN,
     )  # fmt: skip
     if LOADS.ways == 2:
         acc = _join_pairs(acc, tl.load(kv_scales))

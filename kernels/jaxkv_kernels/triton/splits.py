@@ -95,9 +95,9 @@ def plan_requests(call: PlanDecode | DecodeCall, config: Config, rows: int) -> P
 
 
 def last_ends(call: DecodeCall) -> jax.Array:
-    """The position [B] after the last query token of each request."""
+    """The position [B] after the last query token of each request; unclamped lengths if there is no `trailing`."""
     if call.trailing is None:
-        return call.seq_lens  # kernels clamp them
+        return call.seq_lens
     return lengths_in_table(call.seq_lens, call.block_tables, call.pages.block_size) - call.trailing
 
 
@@ -116,8 +116,8 @@ def make_plan(
 ) -> Plan:
     """The schedule for requests of `seq_lens` [B] (clamped to the range 0 to `longest`) on `sms` multiprocessors.
 
-    `row_tiles` programs share each work tile.  The work tiles of a request are from the first to the last token that some
-    query token sees; `trailing` [B], `window` and `ahead` are those of `DecodeCall`.
+    `row_tiles` programs share each work tile.  Requests begin at the first token that some query token sees, and end at
+    the last one; `trailing` [B], `window` and `ahead` are those of `DecodeCall`.
     """
     batch = seq_lens.size
     places = sms * config.programs_per_sm  # programs that run at the same time

@@ -69,7 +69,7 @@ def _attend_pages(
             return keys, values, seen
 
         # Under a causal mask, the last query token of a request sees all its tokens.
-        first, last = chunks_seen(begins, ends, lengths if call.ahead == 0 else ends, chunk)
+        first, last = chunks_seen(begins, ends, lengths if call.ahead == 0 and call.trailing is None else ends, chunk)
         out, lse = attend(
             q,
             load,

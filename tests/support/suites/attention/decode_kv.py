@@ -389,12 +389,15 @@ class KVWindowsOfBothSides(DecodeKVChecks):
             found = self.decode(q.reshape(-1, *q.shape[2:]), cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
             check_ragged(found, self.truth(q, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
 
-    def test_tokens_that_no_query_token_sees_do_not_matter(self):
+    @pytest.mark.parametrize("ragged", [further(False), True])
+    def test_tokens_that_no_query_token_sees_do_not_matter(self, ragged):
         entry = self.entry()
         scene, layout = scenes.scene(entry, num_heads=2, lengths=(130, 70)), layout_of("BLNHC", entry, num_heads=2)
         q, keywords = self.query(entry, 2, 4, 4), {"window": (20, 1), "causal": False}
+        if ragged:
+            q, keywords["cu_q_lens"] = q.reshape(8, *q.shape[2:])[1:], jnp.asarray([0, 3, 7])
         right = self.decode(q, scene.cache(layout, 1), scene, 1, **keywords)
-        broken = scene.holding(np.nan, 0, 105).holding(np.nan, 1, 45)  # each is before the first one's window
+        broken = scene.holding(np.nan, 0, 106 if ragged else 105).holding(np.nan, 1, 45)  # just before the windows
         for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1, **keywords), right, strict=True):
             assert_same_bits(a, b)
 
