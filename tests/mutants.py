@@ -193,6 +193,13 @@ MUTANTS = {
             SPARSE_MLA,
         ),
         Mutant(
+            "a window without its last token (Mosaic GPU)",
+            MASKS,
+            "(token - ahead if ahead else token) <= own",
+            "(token - ahead if ahead else token) <= own - bool(ahead)",
+            MOSAIC_KV,
+        ),
+        Mutant(
             "a window of one token more (Mosaic GPU)",
             MASKS,
             "jnp.where(token > own - window, scores, MASKED)",
@@ -211,15 +218,22 @@ MUTANTS = {
         Mutant(
             "the last full step has no causal mask",
             SCHEDULER,
-            "_div(jnp.maximum(keys - (problem.tokens - 1), 0), problem.step)",
+            "_div(jnp.maximum(keys - problem.hidden(beyond), 0), problem.step)",
             "_div(keys, problem.step)",
             PLAN,
         ),
         Mutant(
             "steps begin at the window of the last query token",
             SCHEDULER,
-            "jnp.maximum(lengths - (self.tokens - 1) - self.window, 0)",
-            "jnp.maximum(lengths - self.window, 0)",
+            "jnp.maximum(query_ends - (self.tokens - 1) - self.window, 0)",
+            "jnp.maximum(query_ends - self.window, 0)",
+            PLAN,
+        ),
+        Mutant(
+            "query tokens that are not the last ones count as the last ones (Mosaic GPU)",
+            SCHEDULER,
+            "query_ends = lengths if beyond is None else lengths - beyond",
+            "query_ends = lengths",
             PLAN,
         ),
         Mutant(

@@ -155,8 +155,7 @@ def decode_mla(
 
         An int must be positive and needs a causal mask, with which it means the same as (window - 1, -1).  Numbers may
         be of any size, and those of at least the capacity of the table have no effect.  Where a request has fewer than
-        Q tokens, p may be negative.  GPU kernels support windows in which no query token sees tokens after its own,
-        and `xla` all.
+        Q tokens, p may be negative.
       causal: static bool; if False, a query token also sees later tokens: all `seq_len` tokens of its request, or those
         in the `window`.
       sinks: float32 [Hq]; attention sinks: one logit per head that is added to the softmax's denominator, without a

@@ -7,9 +7,10 @@ forms are arranged as this one, outside of the kernels:
                  its own, with the blocks of the whole request and a length up to its own last token.
     not causal   All query tokens of a request see the same keys, as the heads of one query token do: they become heads.
 
-One kind of call has no such form: query tokens that are not the last ones, and see some tokens after their own (a
-`window` without a causal mask, a `tree_mask`).  Their groups have the whole length, and `trailing` tokens come after
-them.  Kernels that support `ahead` compute their masks from both.
+Calls with a `window` have no such form if query tokens see some tokens after their own, or if a group has fewer tokens
+than places, and neither have those with a `tree_mask`.  Groups then have the whole length, and kernels compute their
+masks from it and from `trailing`, the number of tokens after the last place.  Places without tokens come last, so that
+their windows begin after those of the tokens: what no query token sees may hold NaN.
 
 A group has as many rows (query tokens x heads that share keys) as a kernel's tile.  A kernel that supported ragged
 queries itself would therefore read the keys as often.
@@ -30,8 +31,8 @@ from jaxkv_kernels.calls import DecodeCall, PlanDecode
 from jaxkv_kernels.masks import Tree
 from jaxkv_kernels.token_heads import heads_as_tokens, tokens_as_heads
 
-TILE_ROWS = 64
-"""Rows of a tile of queries in GPU kernels."""
+TILE_ROWS, FEW_ROWS = 64, 16
+"""Rows of a tile of queries in GPU kernels, and how many of them all kernels for quantised entries support."""
 
 
 @jax.tree_util.register_dataclass
@@ -42,10 +43,9 @@ class Groups:
     requests: jax.Array
     """[G]: the request of each group; -1 for unused groups."""
     num_trailing: jax.Array
-    """[G]: how many query tokens of the request come after the group."""
+    """[G]: how many query tokens of the request come after the group; negative if places of the group do."""
     tokens: jax.Array
-    """[G, size]: the query token in each place.  The tokens of a group are at its end; the places before them hold any
-    token."""
+    """[G, size]: the query token in each place.  Places without one, before or after those of the group, hold any."""
     places: jax.Array
     """[T]: the place of each query token among all G * size; G * size for tokens of no request."""
 
@@ -55,38 +55,36 @@ class Groups:
         return self.tokens.shape[1]
 
 
-def group_size(total: int, requests: int, rows_per_token: int, window: int | None) -> int:
+def group_size(total: int, requests: int, rows_per_token: int, tile_rows: int = TILE_ROWS) -> int:
     """Query tokens per group, for `total` tokens of `requests`.
 
-    As many as fill a tile of rows, but no more than a request has on average, rounded up to a power of two.  With a
-    window there is one: the windows of a group's places without tokens would begin before those of its tokens, and what
-    no query token sees may hold NaN.
+    As many as fill a tile of rows, but no more than a request has on average, rounded up to a power of two.
     """
-    if window is not None:
-        return 1
     average = -(-total // requests)
-    return max(1, min(TILE_ROWS // rows_per_token, 1 << (average - 1).bit_length()))
+    return max(1, min(tile_rows // rows_per_token, 1 << (average - 1).bit_length()))
 
 
-@partial(jax.jit, static_argnames=("total", "size"))
-def divide(cu_q_lens: jax.Array, *, total: int, size: int) -> Groups:
+@partial(jax.jit, static_argnames=("total", "size", "from_first"))
+def divide(cu_q_lens: jax.Array, *, total: int, size: int, from_first: bool = False) -> Groups:
     """Divides `total` query tokens into groups of at most `size` tokens.
 
     Request b of B has the tokens from cu_q_lens[b] to cu_q_lens[b + 1], which does not fall (`running_sum`).  They are
-    divided from the last one on, so that only the first group of a request may have fewer.
+    divided from the last one on, so that only the first group of a request may have fewer, or with `from_first` from
+    the first one on, so that only the last group may.
     """
     batch = cu_q_lens.shape[0] - 1
     counts = cu_q_lens[1:] - cu_q_lens[:-1]
+    spare = -counts % size if from_first else jnp.zeros_like(counts)  # places at the end of the last group
     after = jnp.cumsum(-(-counts // size), dtype=jnp.int32)  # groups of this request and those before it
     group = jnp.arange((total + batch * (size - 1)) // size, dtype=jnp.int32)
     request = _first_above(after, group)
     used, request = request < batch, jnp.minimum(request, batch - 1)
-    num_trailing = jnp.where(used, (after[request] - 1 - group) * size, 0)
+    num_trailing = jnp.where(used, (after[request] - 1 - group) * size - spare[request], 0)
     end = cu_q_lens[request] + counts[request] - num_trailing
     tokens = end[:, None] - size + jnp.arange(size, dtype=jnp.int32)
 
     owned, owner, back = owners(cu_q_lens, total)
-    places = after[owner] * size - 1 - back
+    places = after[owner] * size - 1 - spare[owner] - back
     none = group.size * size
     return Groups(
         requests=jnp.where(used, request, -1),
@@ -139,8 +137,11 @@ def arrange(
         if data_checks.checking():
             check_rises(int32(cu_q_lens), dims["T"])
         if groups is None:
-            size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, call.window)
-            groups = computed(partial(divide, total=dims["T"], size=size), running_sum(cu_q_lens))
+            windowed = call.window is not None
+            tile_rows = FEW_ROWS if windowed and call.entry.quantised else TILE_ROWS
+            size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, tile_rows)
+            divided = partial(divide, total=dims["T"], size=size, from_first=windowed)
+            groups = computed(divided, running_sum(cu_q_lens))
     as_heads = call.window is None and call.ahead is None and call.tree is None and call.mask is None
     return Arrangement(q_len, kv_heads, as_heads, groups)
 
@@ -176,13 +177,17 @@ class Arrangement:
         """The call of `arrange` with the queries, tables and lengths of the kernel's requests."""
         tables, lengths = self._requests(call)
         ahead, tree = 0 if self.as_heads else call.ahead, self._tree(call.tree)
-        trailing = None if self.groups is None or ahead == 0 else self.groups.num_trailing
+        trailing = self.groups.num_trailing if self.groups is not None and self._trails(call) else None
         call = replace(call, block_tables=tables, seq_lens=lengths, trailing=trailing, ahead=ahead, tree=tree)
         if isinstance(call, DecodeCall):
             return call.with_queries(*map(self._queries, call.queries))
         if not self.as_heads:
             return replace(call, q_len=self._size)
         return replace(call, q_len=1, heads=call.heads * self._size)
+
+    def _trails(self, call: DecodeCall[Any] | PlanDecode) -> bool:
+        """Whether groups have `trailing`, and the whole length of their request."""
+        return not self.as_heads and (call.ahead != 0 or (call.window is not None and self._size > 1))
 
     def _requests(self, call: DecodeCall[Any] | PlanDecode) -> tuple[Any, Any]:
         """The block tables [G, M] and lengths [G] of the kernel's requests."""
@@ -192,7 +197,7 @@ class Arrangement:
         def of_groups(groups, block_tables, seq_lens):
             request = jnp.maximum(groups.requests, 0)
             lengths = lengths_in_table(seq_lens, block_tables, call.pages.block_size)[request]
-            if call.ahead == 0:
+            if call.ahead == 0 and not self._trails(call):
                 lengths = lengths - groups.num_trailing
             return block_tables[request], jnp.where(groups.requests < 0, 0, lengths)
 

@@ -327,8 +327,8 @@ class PlanDecode(BlocksCall[Any]):
 class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
     """Attention of Q query tokens of each request to the entries in its blocks; returns out and lse.
 
-    They are the last tokens of the request, but for `trailing` ones.  The query token at position p sees the tokens
-    from p - window + 1 to p + ahead, of these only those that `tree` and `mask` allow.
+    They are the last tokens of the request, but for `trailing` ones.  The query token at position p sees the tokens of
+    the request from p - window + 1 to p + ahead, of these only those that `tree` and `mask` allow.
 
     A call has the attributes of `PlanDecode`, so that an implementation can make a plan for the call itself.
     """
@@ -344,8 +344,8 @@ class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
     plan: Any
     """The schedule that the implementation's `plan_decode` returned for these lengths; None to make one."""
     trailing: jax.Array | None
-    """[B], how many tokens of each request come after its last query token; None for none.  Only calls whose `ahead` is
-    not 0 have it: for the others, tokens after the last query token are left out of `seq_lens`."""
+    """[B], how many tokens of each request come after its last query token; None for none.  It is negative if the last
+    query tokens lie after the end of the request: their results are not used."""
     tree: Tree | None
     """Which new tokens a query token sees; None for all of these.  Calls that have it have no causal mask."""
     logit_cap: float | None = field(metadata=STATIC)
@@ -850,13 +850,6 @@ def _unlisted(entry: Entry, listed: Listed) -> Iterator[str]:
         yield f"entries of kind {type(entry).__name__}: supports {kinds}"
     elif entry.format not in formats:
         yield f"entries of format {entry.format!r}: supports {', '.join(formats)}"
-
-
-def later_token_reasons(call: DecodeCall[Any] | PlanDecode) -> Iterator[str]:
-    """A reason against a call whose query tokens see tokens after their own, for kernels with a causal mask."""
-    if call.ahead != 0:
-        seen = "all tokens" if call.ahead is None else f"{call.ahead} token{'s' * (call.ahead != 1)}"
-        yield f"a window in which query tokens see {seen} after their own: supports none, as under a causal mask"
 
 
 def max_logits_reasons(call: DecodeMLASparse) -> Iterator[str]:

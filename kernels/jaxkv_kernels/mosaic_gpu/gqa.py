@@ -61,7 +61,7 @@ from jaxkv_kernels.calls import DecodeCall, DecodeKV, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import values_of
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
-from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values
+from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values, ends_of, first_seen, first_unmasked
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, floordiv, multiply_add, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, consumer_registers
@@ -152,7 +152,7 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
     """
     batch, heads, padded, head_dim = q.shape
     tokens, group = call.q.shape[1], call.q.shape[2] // heads
-    plan, window, logit_cap = call.plan, call.window, call.logit_cap
+    plan, window, ahead, logit_cap = call.plan, call.window, call.ahead, call.logit_cap
     buffer, pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
     value_dim, dtype = call.entry.value_dim, q.dtype
     columns = value_dim + -value_dim % 128  # `combine` loads rows of whole chunks
@@ -210,7 +210,7 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
                     each.fetch(found, first_token, Columns(0, into.shape[-1], into.at[stage], kv_full.at[stage]))
 
             def store_result(n):
-                request, *_, split, _ = load_work_tile(work_tiles_ref, n)
+                tile = load_work_tile(work_tiles_ref, n)
                 stage = query_stage_of(n)
                 plgpu.barrier_wait(done.at[stage])
 
@@ -226,13 +226,14 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
                             per_row = stats.at[2 + 2 * stage + i, pl.ds(0, per_tile)]
                             plgpu.copy_smem_to_gmem(per_row, to.at[pl.ds(first_row, per_tile)])
 
-                @pl.when(split < 0)
+                @pl.when(tile.split < 0)
                 def _():
-                    store_to(request, out_ref, lse_ref.at[request, head])
+                    store_to(tile.request, out_ref, lse_ref.at[tile.request, head])
 
-                @pl.when(split >= 0)
+                @pl.when(tile.split >= 0)
                 def _():
-                    store_to(split, split_out_ref, split_lse_ref.at[split, head], split_scale_ref.at[split, 0, head])
+                    lse_to, scale_to = split_lse_ref.at[tile.split, head], split_scale_ref.at[tile.split, 0, head]
+                    store_to(tile.split, split_out_ref, lse_to, scale_to)
 
             def fetch_queries(request, n):
                 stage = query_stage_of(n)
@@ -290,22 +291,21 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
 
             def run(n, carry):
                 used, tile = carry
-                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
-                request, begin, _, keys, unmasked_end, split, origin = tile
+                next_tile = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
+                request, begin, split = tile.request, tile.begin, tile.split
                 end = end_of(side, tile)
-                length = jnp.where(in_cache, origin + keys, 0)
-                unmasked_end = jnp.clip(jnp.where(in_cache, unmasked_end, 0), begin, jnp.maximum(end, begin))
-                unmasked_begin, first_seen = begin, None
-                if window is not None:  # in earlier pairs, some row's window begins after the pair's first key
-                    inside = floordiv(jnp.maximum(keys - window, 0) + (PAIR - 1), PAIR)
-                    unmasked_begin = jnp.clip(inside, begin, unmasked_end)
-                    first_seen = length - tokens - window + 1
+                ends = ends_of(tile, jnp.where(in_cache, tile.origin + tile.keys, 0))
+                unmasked_end = jnp.clip(jnp.where(in_cache, tile.unmasked_end, 0), begin, jnp.maximum(end, begin))
+                unmasked_begin = begin
+                if window is not None:
+                    unmasked_begin = jnp.clip(first_unmasked(tile, PAIR, window), begin, unmasked_end)
+                first_seen_token = first_seen(ends, tokens, window)
                 query_stage = query_stage_of(n)
 
                 def mask(i, s):
                     return apply_mask(
-                        s, table, request, first_token_of(tile, i, side), first_row, length,
-                        tokens=tokens, heads=group, keys=1, window=window,
+                        s, table, request, first_token_of(tile, i, side), first_row, ends,
+                        tokens=tokens, heads=group, keys=1, window=window, ahead=ahead,
                     )  # fmt: skip
 
                 def scores(i, stage, z, masked):
@@ -336,8 +336,8 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
                     def _():
                         first_token = first_token_of(tile, i, side)
                         clear_values(
-                            values_in, (stage,), first_value, value_dim, table, request, first_token, length,
-                            first_seen=first_seen, interpret=interpret,
+                            values_in, (stage,), first_value, value_dim, table, request, first_token, ends.seen,
+                            first_seen=first_seen_token, interpret=interpret,
                         )  # fmt: skip
 
                     values = values_in.at[stage, :, pl.ds(first_value, value_dim)]
@@ -390,7 +390,7 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
                         stage_result(lax.bitcast_convert_type(values, dtype), lse, magnitude)
 
                     plgpu.barrier_arrive(done.at[query_stage])
-                return used + jnp.maximum(end - begin, 0), ahead
+                return used + jnp.maximum(end - begin, 0), next_tile
 
             lax.fori_loop(first, work_end, run, (jnp.int32(0), first_tile))
 

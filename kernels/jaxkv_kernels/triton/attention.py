@@ -421,15 +421,19 @@ def query_rows(group, KV_HEADS: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def _visible(known, position, kv_end, Q_LEN: tl.constexpr, WINDOW: tl.constexpr):
+def _visible(
+    known, position, kv_end, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
     """A mask of the visible keys, [1 or rows, keys].
 
     A key is visible if it is `known` (its position is in the work tile and its block in the cache), and if its
-    `position` [keys] is within the window and before `kv_end` [rows], the end of what the row's query token sees.
+    `position` [keys] is at most AHEAD (None for no limit) tokens after the row's query token and at most WINDOW - 1
+    before it.  `kv_end` [rows] are the positions after the query tokens.
     """
     visible = known[None, :]
-    if Q_LEN > 1:
-        visible = visible & (position[None, :] < kv_end[:, None])
+    # A single query token sees up to the end of its work tiles.
+    if Q_LEN > 1 and AHEAD is not None:
+        visible = visible & (position[None, :] - AHEAD < kv_end[:, None])
     if WINDOW is not None:
         visible = visible & (position[None, :] >= kv_end[:, None] - WINDOW)
     return visible
@@ -445,9 +449,10 @@ def _scores(q, k, score):
 
 @triton.jit
 def attend_tiles(
-    q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
+    q, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
-    CAP: tl.constexpr, WINDOW: tl.constexpr, CONFIG: tl.constexpr, SUM_PER_COLUMN: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, TRAILING: tl.constexpr, CONFIG: tl.constexpr,
+    SUM_PER_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Attends with the query tiles `q` to the tokens from `begin` to `end` of a request.
 
@@ -458,6 +463,8 @@ def attend_tiles(
         tile i                 scores = q k^T | mask | max, weights | acc = acc * rescale + weights v
 
     `table` [B, TABLE] holds ids of blocks of TABLE_BLOCK tokens: blocks of the cache, or slots if TABLE_BLOCK is 1.
+    `last_ends` [B] are the positions after the last query tokens: unclamped lengths or, with TRAILING, clamped lengths
+    minus `trailing`.
 
     Returns the unnormalized sums (a tuple of float32 [rows, columns], one per tile of values), the running maximum
     [rows], and the row sums ([rows], or [rows, keys] with SUM_PER_COLUMN).
@@ -474,8 +481,10 @@ def attend_tiles(
     table += request.to(tl.int64) * TABLE
     key = tl.arange(0, KEYS)
     block = tl.load(table + (begin + key) // TABLE_BLOCK, mask=begin + key < end, other=-1)
-    length = tl.minimum(tl.load(seq_lens + request), TABLE * TABLE_BLOCK)
-    kv_end = length - (Q_LEN - 1) + token
+    last_end = tl.load(last_ends + request)
+    if not TRAILING:
+        last_end = tl.minimum(last_end, TABLE * TABLE_BLOCK)
+    kv_end = last_end - (Q_LEN - 1) + token
     row_max = tl.full((ROWS,), NO_KEYS, tl.float32)
     row_sum = tl.zeros((ROWS, KEYS) if SUM_PER_COLUMN else (ROWS,), tl.float32)
     for start in tl.range(begin, end, KEYS):
@@ -488,7 +497,7 @@ def attend_tiles(
         score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
         if LOADS.per_token:
             score *= factors[0][None, :]
-        visible = _visible(known, position, kv_end, Q_LEN, WINDOW)
+        visible = _visible(known, position, kv_end, Q_LEN, WINDOW, AHEAD)
         score = tl.where(visible, cap_scores(score * scale, CAP, LOADS.dtype), MASKED)
         weight, rescale, row_max = update_max(score, row_max, LOADS.dtype)
         row_sum = update_sum(row_sum, rescale, weight)

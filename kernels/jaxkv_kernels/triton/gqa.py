@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.calls import DecodeKV, PlanDecode, later_token_reasons, token_scale_reasons
+from jaxkv_kernels.calls import DecodeKV, PlanDecode, token_scale_reasons
 from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.scores import too_large
 from jaxkv_kernels.triton.attention import (
@@ -35,7 +35,7 @@ from jaxkv_kernels.triton.codecs import has_e4m3
 from jaxkv_kernels.triton.entries import second_at
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import capability, element_type, launch
-from jaxkv_kernels.triton.splits import Plan, combine, plan_requests
+from jaxkv_kernels.triton.splits import Plan, combine, last_ends, plan_requests
 from jaxkv_kernels.triton.tiles import in_bytes, load_pieces
 from jaxkv_kernels.tuning import configuration
 
@@ -87,7 +87,6 @@ def unsupported_reasons(call: DecodeKV) -> Iterator[str]:
     """Reasons against a call."""
     yield from empty_reasons(q=call.q, block_tables=call.block_tables)
     yield from entry_reasons(call.entry, call.q.dtype)
-    yield from later_token_reasons(call)
     yield from too_large(call.logit_cap)
     yield from token_scale_reasons(call)
 
@@ -127,7 +126,7 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
     out, lse, split_out, split_lse = launch(
         _attend_kv,
         (
-            q, buffer, call.block_tables, call.seq_lens, plan.work_tiles, jnp.reshape(call.layer, one),
+            q, buffer, call.block_tables, last_ends(call), plan.work_tiles, jnp.reshape(call.layer, one),
             jnp.reshape(scale, one), *scales,
         ),
         (
@@ -139,7 +138,8 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
         PAGES=in_memory, LOADS=loads, SCALED=entry.codec.scaled,
         SCALE_STEPS=tuple(int(x.size > 1) for x in scales), TABLE=call.block_tables.shape[1], Q_LEN=q_len, HEADS=heads,
-        ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window, CONFIG=config,
+        ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window, AHEAD=call.ahead,
+        TRAILING=call.trailing is not None, CONFIG=config,
     )  # fmt: skip
     if plan.may_split:
         out, lse = combine(out, lse, split_out, split_lse, plan)
@@ -173,10 +173,10 @@ def _scales_at(entry, *, apart: bool) -> tuple[int, int]:
 
 @triton.jit
 def _attend_kv(
-    q, buffer, table, seq_lens, work_tiles, layers, scales, k_scales, v_scales, out, lse, split_out, split_lse,
+    q, buffer, table, last_ends, work_tiles, layers, scales, k_scales, v_scales, out, lse, split_out, split_lse,
     PAGES: tl.constexpr, LOADS: tl.constexpr, SCALED: tl.constexpr, SCALE_STEPS: tl.constexpr, TABLE: tl.constexpr,
     Q_LEN: tl.constexpr, HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-    CONFIG: tl.constexpr,
+    AHEAD: tl.constexpr, TRAILING: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     ALL: tl.constexpr = Q_LEN * HEADS
     index = tl.program_id(0) // ROW_TILES
@@ -191,8 +191,8 @@ def _attend_kv(
     if SCALED:
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
     acc, row_max, row_sum = attend_tiles(
-        queries, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
-        PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, CONFIG, False,
+        queries, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
+        PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, False,
     )  # fmt: skip
     result = join_columns(acc, LOADS.ways) * LOADS.unit
     if SCALED:

@@ -25,7 +25,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode, later_token_reasons, max_logits_reasons
+from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode, max_logits_reasons
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.scores import too_large, with_sinks
@@ -48,6 +48,7 @@ from jaxkv_kernels.triton.splits import (
     Plan,
     batch_invariant_reasons,
     combine,
+    last_ends,
     make_plan,
     multiprocessors,
     plan_requests,
@@ -133,7 +134,6 @@ def unsupported_reasons(call: DecodeMLA) -> Iterator[str]:
     """Reasons against a call of `decode_mla`."""
     yield from empty_reasons(q_latent=call.q_latent, block_tables=call.block_tables)
     yield from entry_reasons(call.entry)
-    yield from later_token_reasons(call)
     yield from too_large(call.logit_cap)
 
 
@@ -193,7 +193,13 @@ def _attend_slots(call: DecodeMLASparse, result: jax.typing.DTypeLike) -> tuple[
     requests, size = batch * q_len, call.slots.shape[-1]
     config = latent_config(call.entry, heads, call.entry.dtype)
     options = dict(
-        config=config, row_tiles=config.row_tiles(heads), q_len=1, window=None, longest=size, sms=multiprocessors()
+        config=config,
+        row_tiles=config.row_tiles(heads),
+        q_len=1,
+        window=None,
+        ahead=0,
+        longest=size,
+        sms=multiprocessors(),
     )
     if call.counts is None:
         # All lengths are known at trace time, and therefore also the number of work tiles.
@@ -247,7 +253,7 @@ def _attend(
     out, lse, split_out, split_lse = launch(
         _attend_latents,
         (
-            q_latent, call.q_pe, buffer, table, call.seq_lens, plan.work_tiles, jnp.reshape(call.layer, one),
+            q_latent, call.q_pe, buffer, table, last_ends(call), plan.work_tiles, jnp.reshape(call.layer, one),
             jnp.reshape(scale, one), jnp.reshape(scale if call.kv_scale is None else call.kv_scale, one),
             scale if sinks is None else sinks,
         ),
@@ -260,7 +266,7 @@ def _attend(
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
         PAGES=in_memory if loads.tiled is None else loads.tiled.values, LOADS=loads, TABLE=table.shape[1],
         TABLE_BLOCK=table_block, Q_LEN=q_len, HEADS=heads, ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window,
-        SINKS=sinks is not None, CONFIG=config,
+        AHEAD=call.ahead, TRAILING=call.trailing is not None, SINKS=sinks is not None, CONFIG=config,
     )  # fmt: skip
     if plan.may_split:
         out, lse = combine(out, lse, split_out, split_lse, plan, sinks)
@@ -318,11 +324,11 @@ def _join_pairs(halves, factor):
 
 @triton.jit
 def _attend_latents(
-    q_latent, q_pe, buffer, table, seq_lens, work_tiles, layers, scales, kv_scales, sinks,
+    q_latent, q_pe, buffer, table, last_ends, work_tiles, layers, scales, kv_scales, sinks,
     out, lse, split_out, split_lse,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
-    HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    CONFIG: tl.constexpr,
+    HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
+    TRAILING: tl.constexpr, SINKS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     LATENT: tl.constexpr = LOADS.first
     ROPE: tl.constexpr = LOADS.second
@@ -348,8 +354,8 @@ def _attend_latents(
     # With few rows, enough registers are left for a row sum per column.
     SUM_PER_COLUMN: tl.constexpr = LOADS.ways == 2 and LOADS.native and CONFIG.rows < 64
     acc, row_max, row_sum = attend_tiles(
-        q_rope + q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
-        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, CONFIG, SUM_PER_COLUMN,
+        q_rope + q, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
+        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, SUM_PER_COLUMN,
     )  # fmt: skip
     if LOADS.ways == 2:
         acc = _join_pairs(acc, tl.load(kv_scales))

@@ -92,7 +92,7 @@ def _attend_pages(
             return keys, values, seen & valid[:, None]
 
         # Under a causal mask, the last query token of a request sees all its tokens.
-        by_last = call.ahead == 0 and call.mask is None
+        by_last = call.ahead == 0 and call.trailing is None and call.mask is None
         chunks = chunks_seen(visible.begins, visible.ends, lengths if by_last else visible.ends, chunk)
         first, last = chunks if few is None else (0, 1)
         out, lse, _ = attend(

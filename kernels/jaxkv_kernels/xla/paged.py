@@ -88,7 +88,7 @@ def query_ranges(
     begins = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
     if ahead is None:
         ends = jnp.broadcast_to(lengths[:, None], ends.shape)
-    elif ahead:
+    elif ahead or trailing is not None:
         ends = jnp.minimum(ends, lengths[:, None] - ahead) + ahead  # in this order, no sum overflows
     return begins, ends
 

@@ -103,6 +103,22 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
 
 
 @on_hopper
+class TestWindowsOfBothSides(Mosaic, suites.MLAWindowsOfBothSides):
+    """The whole suite, on the GPU."""
+
+    @pytest.mark.parametrize("form", ["f16", "fp8", "fp8_ds_mla", *GATHERED])
+    @pytest.mark.parametrize(("heads", "tokens"), [(5, 3), (16, 5), (40, 3), (128, 2)])
+    @pytest.mark.parametrize("window", suites.BOTH_SIDES)
+    def test_formats_and_rows(self, form, heads, tokens, window):
+        entry = self.entry(form)
+        scene = suites.scenes.scene(entry)
+        cache = scene.cache(suites.layout_of("BLNHC", entry), 1)
+        self.check(
+            suites.queries(entry, len(scene.lengths), tokens, heads), cache, scene, 1, window=window, causal=False
+        )
+
+
+@on_hopper
 @pytest.mark.parametrize(("latent", "rope"), [(256, 64), *SIZES_OF_ENTRIES])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 @pytest.mark.parametrize("layout", ["BLNHC", "gaps, offset"])
@@ -207,6 +223,16 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     )
     def test_a_window_whose_edges_lie_inside_tiles(self, form, heads):
         self.case((300, 70, 30), heads, 2, form=form, window=100)
+
+    @pytest.mark.parametrize(
+        ("form", "heads"),
+        [
+            *(further("bf16", 2), further("bf16", 20), further("fp8", 20), further("fp8_v4", 3)),
+            *(slow("fp8", 2), slow("fp8_ds_mla", 2), slow("fp8_ds_mla", 20)),
+        ],
+    )
+    def test_a_window_of_both_sides(self, form, heads):
+        self.case((300, 70, 3), heads, 5, form=form, window=(100, 2), causal=False)
 
     @pytest.mark.ci
     @each_value(("heads", "power"), [64, 16], [2.0**-60, 2.0**60], default=1)

@@ -22,6 +22,16 @@ class TestDecodeKV(Triton, suites.DecodeKV):
 
 
 @on_gpu
+class TestMLAWindowsOfBothSides(Triton, suites.MLAWindowsOfBothSides):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestKVWindowsOfBothSides(Triton, suites.KVWindowsOfBothSides):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
 class TestMLAMasks(Triton, suites.MLAMasks):
     """The whole suite, on the GPU."""
 
@@ -101,6 +111,36 @@ class TestInterpretedDecodeMLA(Triton, suites.DecodeMLA):
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedDecodeKV(Triton, suites.DecodeKV):
     """The whole suite."""
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedMLAWindowsOfBothSides(Triton, suites.MLAWindowsOfBothSides):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedKVWindowsOfBothSides(Triton, suites.KVWindowsOfBothSides):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedWindows(Triton, suites.DecodeKVChecks):
+    """Some of the cases of windows of both sides."""
+
+    def test_several_query_tokens(self):
+        entry = self.entry()
+        scene = suites.scenes.scene(entry, num_heads=2, lengths=(130, 3, 0))
+        cache, q = scene.cache(suites.layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, 3, 9, 4)
+        self.check(q, cache, scene, 1, window=(40, 3), causal=False)
+
+    test_tokens_that_no_query_token_sees = (
+        suites.KVWindowsOfBothSides.test_tokens_that_no_query_token_sees_do_not_matter
+    )
 
 
 @interpreted
@@ -202,6 +242,7 @@ def test_two_programs_of_few_heads_share_a_multiprocessor(form):
         ("bf16", (128, 128), 40, 2, {"logit_cap": 30.0}),
         ("f16", (192, 128), 16, 1, {}),
         ("bf16", (256, 256), 4, 3, {"window": 100}),
+        ("bf16", (128, 128), 8, 9, {"window": (64, 3), "causal": False}),
         ("bf16", (512, 512), 8, 1, {}),
         ("bf16", (512, 512), 8, 4, {}),
         ("f32", (512, 512), 8, 1, {}),

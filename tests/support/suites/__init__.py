@@ -9,6 +9,7 @@ class TestWrites(suites.Writes):
 from support import scenes as scenes
 from support.suites.attention.combinations import KVCombinations as KVCombinations
 from support.suites.attention.combinations import MLACombinations as MLACombinations
+from support.suites.attention.decode_kv import BOTH_SIDES as BOTH_SIDES
 from support.suites.attention.decode_kv import DecodeKV as DecodeKV
 from support.suites.attention.decode_kv import DecodeKVChecks as DecodeKVChecks
 from support.suites.attention.decode_kv import KVWindowsOfBothSides as KVWindowsOfBothSides
@@ -33,6 +34,7 @@ from support.suites.attention.shared_prefix import KVSharedPrefixes as KVSharedP
 from support.suites.attention.shared_prefix import MLASharedPrefixes as MLASharedPrefixes
 from support.suites.attention.token_scales import TokenScales as TokenScales
 from support.suites.base import assert_a_scan_stacks as assert_a_scan_stacks
+from support.suites.base import check_ragged as check_ragged
 from support.suites.base import layout_of as layout_of
 from support.suites.blocks import BlockChecks as BlockChecks
 from support.suites.blocks import Blocks as Blocks

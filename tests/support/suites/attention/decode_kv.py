@@ -411,17 +411,17 @@ class KVWindowsOfBothSides(DecodeKVChecks):
             found = self.decode(q.reshape(-1, *q.shape[2:]), cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
             check_ragged(found, self.truth(q, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
 
-    def test_tokens_outside_the_window_do_not_matter(self):
+    @pytest.mark.parametrize("ragged", [further(False), True])
+    def test_tokens_that_no_query_token_sees_do_not_matter(self, ragged):
         entry = self.entry()
         scene, layout = scenes.scene(entry, num_heads=2, lengths=(130, 70)), layout_of("BLNHC", entry, num_heads=2)
         q, keywords = self.query(entry, 2, 4, 4), {"window": (20, 1), "causal": False}
+        if ragged:
+            q, keywords["cu_q_lens"] = q.reshape(8, *q.shape[2:])[1:], jnp.asarray([0, 3, 7])
         right = self.decode(q, scene.cache(layout, 1), scene, 1, **keywords)
-        # Of tokens 126 to 129: no window includes 105, only the first one's 106, and the last two's 129.
-        broken = scene.holding(np.nan, 0, 105).holding(np.nan, 0, 106).holding(np.nan, 0, 129)
+        broken = scene.holding(np.nan, 0, 106 if ragged else 105).holding(np.nan, 1, 45)  # just before the windows
         for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1, **keywords), right, strict=True):
-            assert_same_bits(a[0, 1], b[0, 1])
-            assert_same_bits(a[1], b[1])
-            assert np.isnan(np.asarray(a[0, [0, 2, 3]], np.float32)).all()
+            assert_same_bits(a, b)
 
     def test_plans_are_for_one_window(self):
         entry = self.entry()
@@ -452,6 +452,18 @@ class UnseenByKV(DecodeKVChecks):
             assert_same_bits(a[0, 1], b[0, 1])
             assert_same_bits(a[1], b[1])
             assert np.isnan(np.asarray(a[0, ::2], np.float32)).all()
+
+    def test_tokens_outside_a_window_of_both_sides_do_not_matter(self):
+        entry = self.entry()
+        scene, layout = scenes.scene(entry, num_heads=2, lengths=(130, 70)), layout_of("BLNHC", entry, num_heads=2)
+        q, keywords = self.query(entry, 2, 4, 4), {"window": (20, 1), "causal": False}
+        right = self.decode(q, scene.cache(layout, 1), scene, 1, **keywords)
+        # Of tokens 126 to 129: no window includes 105, only the first one's 106, and the last two's 129.
+        broken = scene.holding(np.nan, 0, 105).holding(np.nan, 0, 106).holding(np.nan, 0, 129)
+        for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1, **keywords), right, strict=True):
+            assert_same_bits(a[0, 1], b[0, 1])
+            assert_same_bits(a[1], b[1])
+            assert np.isnan(np.asarray(a[0, [0, 2, 3]], np.float32)).all()
 
     def test_infinite_values_are_those_of_their_column(self):
         entry = self.entry()
