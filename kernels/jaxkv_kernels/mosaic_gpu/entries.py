@@ -37,7 +37,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages, join_runs
+from jaxkv_kernels.addressing import Pages, join_runs, split_runs
 from jaxkv_kernels.calls import (
     GatherEntries,
     GatherIndexerK,
@@ -84,7 +84,7 @@ def gather(call: Gather) -> tuple[jax.Array, ...]:
 
 def write_entries(call: WriteEntries) -> jax.Array:
     """Stores the bytes of entries at slots of a layer; returns the new buffer."""
-    return store_entries(call, (call.rows,))
+    return store_entries(call, split_runs(call.pages, call.entry, call.rows, call.buffer.dtype))
 
 
 def gather_entries(call: GatherEntries) -> jax.Array:

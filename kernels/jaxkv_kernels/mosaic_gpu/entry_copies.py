@@ -74,7 +74,7 @@ class EntryBytes:
     dtype = jnp.dtype(jnp.uint8)
 
     @staticmethod
-    def of(call: GatherEntries) -> "EntryBytes":
+    def of(call: GatherEntries | WriteEntries) -> "EntryBytes":
         """The bytes of the entries of a call, whose pages are not split."""
         itemsize = call.buffer.dtype.itemsize
         return EntryBytes(tuple(part.width * itemsize for part in call.pages.parts), call.entry.one_head)

@@ -24,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages, entry_runs, join_runs
+from jaxkv_kernels.addressing import Pages, entry_runs, join_runs, split_runs
 from jaxkv_kernels.calls import (
     GatherCall,
     GatherEntries,
@@ -39,6 +39,7 @@ from jaxkv_kernels.calls import (
     token_scale_reasons,
 )
 from jaxkv_kernels.formats import indexer_fp8
+from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.latents import fp8_ds_mla
 from jaxkv_kernels.formats.scales import RULES
@@ -412,16 +413,17 @@ def store_bytes(call: WriteEntries) -> jax.Array:
 
     Entries that lie in several runs of bytes (in split pages, or keys and values apart) take a kernel per run.
     """
-    buffer, slots, heads, first = call.buffer, call.slot_mapping, call.pages.num_heads, 0
+    buffer, slots, heads = call.buffer, call.slot_mapping, call.pages.num_heads
     if not slots.size:
         return buffer
     rows = slots.size * heads
-    for run in entry_runs(call.pages, call.entry, buffer.dtype.itemsize):
+    pieces = [view_as(piece, jnp.uint8) for piece in split_runs(call.pages, call.entry, call.rows, buffer.dtype)]
+    for run, piece in zip(entry_runs(call.pages, call.entry, buffer.dtype.itemsize), pieces, strict=True):
         run = in_bytes(run, buffer.dtype.itemsize)
         shape = tile_shape((run.width,))
         (buffer,) = launch(
             _store_bytes,
-            (call.rows[..., first : first + run.width], slots, jnp.reshape(call.layer, (1,))),
+            (piece, slots, jnp.reshape(call.layer, (1,))),
             updated=(buffer,),
             grid=(triton.cdiv(rows, shape["ROWS"]),),
             warps=WARPS,
@@ -429,7 +431,6 @@ def store_bytes(call: WriteEntries) -> jax.Array:
             COUNT=rows,
             **shape,
         )
-        first += run.width
     return buffer
 
 

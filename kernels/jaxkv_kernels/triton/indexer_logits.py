@@ -127,9 +127,11 @@ def _indexer_logits(
         valid = (block >= 0) & (block < PAGES.num_blocks)
         page = page_address(buffer, layer, tl.where(valid, block, 0), 0, PAGES)
         place = (position % PAGES.block_size).to(tl.int64)
+        factors = ()
         if FORMAT == "indexer_mxfp4":
             even_keys, odd_keys, factor = _e2m1_keys(page, place, query.dtype, PAGES.block_size, DIM, D_TILE)
             keys = (even_keys, odd_keys)
+            factors += (factor,)
         elif FORMAT == "indexer_fp8":
             keys = (_e4m3_keys(page + place * DIM, query.dtype, DIM, D_TILE),)
         else:
@@ -138,9 +140,9 @@ def _indexer_logits(
         for i in tl.static_range(len(keys)):
             scores = dot(keys[i], queries[i], scores, PRECISION="tf32x3")
         logit = tl.sum(tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight, axis=1)
-        if FORMAT == "indexer_mxfp4":
-            logit *= factor
-        elif FORMAT == "indexer_fp8":
+        for i in tl.static_range(len(factors)):
+            logit *= factors[i]
+        if FORMAT == "indexer_fp8":
             logit *= tl.load((page + PAGES.block_size * DIM).to(tl.pointer_type(tl.float32)) + place)
         tl.store(out + position, tl.where(valid & (position < end), logit, float("-inf")), mask=position < last)
     # The loop above has stored whole tiles.  Store -inf from the end of the last one.

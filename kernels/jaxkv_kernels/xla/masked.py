@@ -82,7 +82,7 @@ def _spans(call: DecodeCall | PlanDecode) -> list[Interval]:
         return [Interval(jnp.zeros_like(last)[:, None], last[:, None])]
     visible = Visible.of(call, lengths, call.q_len, call.trailing, call.tree)
     begins, ends = visible.begins, jnp.minimum(visible.ends, last[:, None])
-    shown = [Interval(begins, ends)] if call.mask is None else call.mask.intervals(visible.queries)
+    shown = call.mask.intervals(visible.queries) if isinstance(call.mask, Intervals) else [Interval(begins, ends)]
     spans = disjoint([Interval(jnp.maximum(a.begin, begins), jnp.minimum(a.end, ends)) for a in shown])
     return [Interval(jnp.clip(begin, 0, jnp.maximum(end, 0)), jnp.maximum(end, 0)) for begin, end in spans]
 
@@ -126,7 +126,9 @@ def _rest(call: DecodeCall) -> Iterator[Results]:
     """Attention to the tokens that no kernel attends to, in float32."""
     attend: Callable[..., Results] = decode_mla if isinstance(call, DecodeMLA) else decode_kv
     size, spans = call.pages.block_size, _spans(call)
-    aligned = call.window is None and (call.mask is None or (len(spans) == 1 and call.mask.aligned(size)))
+    aligned = call.window is None and (
+        len(spans) == 1 and call.mask.aligned(size) if isinstance(call.mask, Intervals) else call.mask is None
+    )
     for begin, end in [] if aligned else spans:
         positions = begin[..., None] + jnp.arange(size, dtype=jnp.int32)
         seen = positions < jnp.minimum(-(-begin // size) * size, end)[..., None]

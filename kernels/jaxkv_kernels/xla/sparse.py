@@ -1,5 +1,7 @@
 """Absorbed latent attention over selected slots, of one cache or of two."""
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 
@@ -24,9 +26,10 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array, jax.
         found = [
             _attend(q, some, source, call.scale, call.logit_cap) for some, source in zip(slots, sources, strict=True)
         ]
-        out, lse, largest = (x[:, 0, 0] for x in joined(found))
+        out, lse = (x[:, 0, 0] for x in joined([(out, lse) for out, lse, _ in found]))
         if call.sinks is not None:
             out = with_sinks(out, lse, call.sinks)
+        largest = reduce(jnp.maximum, [largest[:, 0, 0] for *_, largest in found])
         return out.astype(q_latent.dtype), lse, largest if call.max_logits else None
 
     queries = [q.reshape(batch * tokens, heads, -1) for q in (call.q_latent, call.q_pe)]
