@@ -37,6 +37,8 @@ SCALE_TILE = tl.constexpr(indexer_mxfp4.TILE)
 """Values of an `indexer_mxfp4` key that share a scale."""
 TILES = {2: (64, 4), 4: (16, 4)}
 """(tokens per tile, warps), by the bytes per value of q."""
+E2M1_HEADS = 64
+"""Heads above which tiles of `indexer_mxfp4` keys have half as many tokens, so that registers hold the products."""
 PROGRAMS, RUN_TILES = 2048, 32
 BUFFERS, BUFFER_BYTES = 2, 32768
 """Tiles of keys in flight per program, and the most bytes that they may have."""
@@ -67,6 +69,8 @@ def indexer_logits(call: IndexerLogits) -> jax.Array:
     q = call.q.astype(jnp.bfloat16) if call.q.dtype == FP8 else call.q
     batch, tokens, heads, dim = q.shape
     tile, warps = TILES[q.dtype.itemsize]
+    if entry.format == "indexer_mxfp4" and heads > E2M1_HEADS:
+        tile //= 2
     tiles = triton.cdiv(max_len, tile)
     run = min(max(triton.cdiv(batch * tokens * tiles, PROGRAMS), 1), RUN_TILES)
     constants = {
