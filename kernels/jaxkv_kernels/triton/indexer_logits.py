@@ -131,6 +131,7 @@ def _indexer_logits(
         valid = (block >= 0) & (block < PAGES.num_blocks)
         page = page_address(buffer, layer, tl.where(valid, block, 0), 0, PAGES)
         place = (position % PAGES.block_size).to(tl.int64)
+        factor = 1.0
         if FORMAT == "indexer_mxfp4":
             even_keys, odd_keys, factor = _e2m1_keys(page, place, query.dtype, PAGES.block_size, DIM, D_TILE)
             keys = (even_keys, odd_keys)

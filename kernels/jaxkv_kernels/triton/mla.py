@@ -140,10 +140,10 @@ def unsupported_reasons(call: DecodeMLA) -> Iterator[str]:
 def sparse_unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
     """Reasons against a call of `decode_mla_sparse`."""
     yield from empty_reasons(q_latent=call.q_latent, slots=call.slots)
+    yield from entry_reasons(call.entry)
     if call.extra is not None:
         yield from empty_reasons(**{"extra.slots": call.extra.slots})
-    for entry in call.entries:
-        yield from entry_reasons(entry)
+        yield from entry_reasons(call.extra.entry)
     yield from too_large(call.logit_cap)
     yield from batch_invariant_reasons(call)
 
