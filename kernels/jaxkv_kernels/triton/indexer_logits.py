@@ -37,6 +37,8 @@ SCALE_TILE = tl.constexpr(indexer_mxfp4.TILE)
 """Values of an `indexer_mxfp4` key that share a scale."""
 TILES = {2: (64, 4), 4: (16, 4)}
 """(tokens per tile, warps), by the bytes per value of q."""
+E2M1_HEADS = 64
+"""Heads above which tiles of `indexer_mxfp4` keys have half as many tokens, so that registers hold the products."""
 PROGRAMS, RUN_TILES = 2048, 32
 BUFFERS, BUFFER_BYTES = 2, 32768
 """Tiles of keys in flight per program, and the most bytes that they may have."""
@@ -67,6 +69,8 @@ def indexer_logits(call: IndexerLogits) -> jax.Array:
     q = call.q.astype(jnp.bfloat16) if call.q.dtype == FP8 else call.q
     batch, tokens, heads, dim = q.shape
     tile, warps = TILES[q.dtype.itemsize]
+    if entry.format == "indexer_mxfp4" and heads > E2M1_HEADS:
+        tile //= 2
     tiles = triton.cdiv(max_len, tile)
     run = min(max(triton.cdiv(batch * tokens * tiles, PROGRAMS), 1), RUN_TILES)
     constants = {
@@ -127,11 +131,10 @@ def _indexer_logits(
         valid = (block >= 0) & (block < PAGES.num_blocks)
         page = page_address(buffer, layer, tl.where(valid, block, 0), 0, PAGES)
         place = (position % PAGES.block_size).to(tl.int64)
-        factors = ()
+        factor = 1.0
         if FORMAT == "indexer_mxfp4":
             even_keys, odd_keys, factor = _e2m1_keys(page, place, query.dtype, PAGES.block_size, DIM, D_TILE)
             keys = (even_keys, odd_keys)
-            factors += (factor,)
         elif FORMAT == "indexer_fp8":
             keys = (_e4m3_keys(page + place * DIM, query.dtype, DIM, D_TILE),)
         else:
@@ -140,9 +143,9 @@ def _indexer_logits(
         for i in tl.static_range(len(keys)):
             scores = dot(keys[i], queries[i], scores, PRECISION="tf32x3")
         logit = tl.sum(tl.maximum(scores, 0.0, propagate_nan=tl.PropagateNan.ALL) * weight, axis=1)
-        for i in tl.static_range(len(factors)):
-            logit *= factors[i]
-        if FORMAT == "indexer_fp8":
+        if FORMAT == "indexer_mxfp4":
+            logit *= factor
+        elif FORMAT == "indexer_fp8":
             logit *= tl.load((page + PAGES.block_size * DIM).to(tl.pointer_type(tl.float32)) + place)
         tl.store(out + position, tl.where(valid & (position < end), logit, float("-inf")), mask=position < last)
     # The loop above has stored whole tiles.  Store -inf from the end of the last one.

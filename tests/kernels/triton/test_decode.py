@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv
 from support import suites
-from support.triton.builds import SHARED, builds
+from support.triton.builds import SHARED, builds, on_generations
 from support.triton.runs import Triton, compiles, interpreted, on_gpu
 
 
@@ -195,9 +195,8 @@ REQUESTS = array("int32", 64, 64), array("int32", 64)
 
 
 @compiles
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(
-    ("form", "heads", "tokens"),
+@on_generations(
+    "form, heads, tokens",
     [
         ("bf16", 128, 1),
         ("bf16", 16, 2),
@@ -209,6 +208,7 @@ REQUESTS = array("int32", 64, 64), array("int32", 64)
         ("nvfp4_ds_mla", 128, 1),
         ("mxfp4_ds_mla", 128, 1),
     ],
+    4,
 )
 def test_latents_compile_at_the_sizes_of_models(form, heads, tokens, capability):
     dtype = "float16" if form == "f16" else "bfloat16"
@@ -234,9 +234,8 @@ def test_two_programs_of_few_heads_share_a_multiprocessor(form):
 
 
 @compiles
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(
-    ("form", "sizes", "sharing", "tokens", "options"),
+@on_generations(
+    "form, sizes, sharing, tokens, options",
     [
         ("bf16", (128, 128), 1, 1, {}),
         ("bf16", (128, 128), 40, 2, {"logit_cap": 30.0}),
@@ -250,6 +249,7 @@ def test_two_programs_of_few_heads_share_a_multiprocessor(form):
         ("int8", (128, 128), 8, 1, {}),
         ("nvfp4", (128, 128), 8, 1, {"k_scale": 1.0, "v_scale": 1.0}),
     ],
+    4,
 )
 def test_pairs_compile_at_the_sizes_of_models(form, sizes, sharing, tokens, options, capability):
     q = array({"f16": "float16", "f32": "float32"}.get(form, "bfloat16"), 64, tokens, 8 * sharing, sizes[0])

@@ -11,7 +11,7 @@ from jaxkv_kernels.triton import kernels
 from support import suites
 from support.cases import on_layouts
 from support.suites import scenes
-from support.triton.builds import SHARED, builds
+from support.triton.builds import SHARED, builds, on_generations
 from support.triton.runs import Triton, compiles, interpreted, on_gpu
 
 
@@ -73,9 +73,8 @@ class TestInterpreted(Triton, suites.IndexerChecks):
 
 
 @compiles
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(
-    ("form", "dtype", "heads", "block_size"),
+@on_generations(
+    "form, dtype, heads, block_size",
     [
         ("indexer_fp8", "bfloat16", 128, 64),
         ("indexer_fp8", "float32", 64, 16),
@@ -83,6 +82,7 @@ class TestInterpreted(Triton, suites.IndexerChecks):
         ("indexer_mxfp4", "float32", 64, 16),
         ("f32", "float32", 64, 61),
     ],
+    4,
 )
 def test_the_largest_tiles_fit_the_gpu(form, dtype, heads, block_size, capability):
     entry = jaxkv.IndexerEntry(form)

@@ -17,18 +17,21 @@ from jaxkv_kernels.calls import PlanDecode, PrefillCall, ReadCall
 from jaxkv_kernels.hot_rows import HotMap
 from jaxkv_kernels.triton import available
 from jaxkv_kernels.triton.kernels import Triton
+from jaxkv_kernels.triton.tiled import is_tiled
 from support import kernels
 from support.available import assume_available
-from support.triton.builds import SHARED, builds, builds_of, without_a_gpu
+from support.triton.builds import SHARED, builds, builds_of, in_turn, without_a_gpu
 from support.triton.runs import compiles, lowers
 
 DRAWS = 2
 
 
 def taken():
-    """(operation and format, sample call) of what the kernels take.
+    """(operation and format, sample call) of what the kernels take, each with every generation.
 
-    Kernels that do not interpret entries are the same for all formats of the same sizes: each is compiled once.
+    Each sample is compiled for some generations by default, in turn, and for the others if it is `slow`: for all but
+    one; for two, if its format shares its kernels with others; for one, if its kernel does not interpret entries.
+    Kernels that do not are the same for all formats of the same sizes: each is compiled once.
     """
     seen = set()
     for operation, (form, args, kwargs) in sample_calls():
@@ -36,15 +39,21 @@ def taken():
         # Plans are plain JAX, whose result is for kernels; prefills and reads launch the kernels of gathers.
         if isinstance(call, PlanDecode | PrefillCall | ReadCall) or Triton().unsupported_reasons(call):
             continue
+        entries = Triton.support(operation.name).entries
         same = (operation.name, getattr(call, "pages", None), *(str(x) for x in jax.tree.leaves(call)))
-        if Triton.support(operation.name).entries or same not in seen:
-            seen.add(same)
-            yield pytest.param((operation.function, args, kwargs), id=f"{operation.name} {form}".rstrip())
+        if entries or same not in seen:
+            turn = len(seen)
+            seen.add((*same, form) if entries else same)
+            count = 1 if not entries else 2 if is_tiled(call.entry) else len(SHARED) - 1
+            for capability, marks in in_turn(turn, count):
+                name = f"{operation.name} {form}".rstrip()
+                yield pytest.param(
+                    (operation.function, args, kwargs), capability, id=f"{name}-{capability}", marks=marks
+                )
 
 
 @compiles
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("sample", [*taken()])
+@pytest.mark.parametrize(("sample", "capability"), [*taken()])
 def test_compiles_within_the_gpus_limits(sample, capability):
     function, args, kwargs = sample
     for built in builds(capability, function, *args, **kwargs):
