@@ -246,6 +246,23 @@ def test_sinks_count_once(name):
     assert_equal_within_roundings(found, (jnp.asarray(np.asarray(out, np.float64) * share[..., None], out.dtype), lse))
 
 
+@pytest.mark.ci
+def test_queries_in_e4m3_have_a_scale():
+    entry, mesh = ENTRIES["f32"], mesh_of(2)
+    q, tables = [x.astype("float8_e4m3fn") for x in batch(entry).q], batch(entry).tables[:, :2]
+    lengths, layout = jnp.arange(len(LENGTHS), dtype=jnp.int32) * 4, divided(entry, 2, 5)
+    random = jnp.asarray(np.random.default_rng(0).standard_normal(2 * layout.size), entry.dtype)
+    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout, mesh).buffer.sharding), layout)
+
+    def step(q_scale, cache, q, tables, lengths):
+        return decode(q, cache, tables, lengths, package=context, axis="x", q_scale=q_scale)
+
+    specs = P("x"), P(), P(), P()
+    found = run(partial(step, 0.5), mesh, specs, P(), cache, q, tables, lengths)
+    right = run(partial(step, None), mesh, specs, P(), cache, [x.astype("float32") / 2 for x in q], tables, lengths)
+    assert_equal_within_roundings(found, right)
+
+
 def test_checked_lengths_are_those_of_all_devices():
     # With explicit axes `checkify` fails: it sorts what the devices have found, over all of them.
     mesh = mesh_of(3, axis_type=AxisType.Auto)

@@ -70,6 +70,8 @@ class TestInterpreted(Triton, suites.IndexerChecks):
     test_select_topk_orders_subnormal_logits = suites.Indexer.test_select_topk_orders_subnormal_logits
     test_blocks_outside_the_cache_are_not_seen = suites.Indexer.test_blocks_outside_the_cache_are_not_seen
     test_traced_layer_outside_the_cache_is_empty = suites.Indexer.test_traced_layer_outside_the_cache_is_empty
+    test_lengths_per_query_token = suites.Indexer.test_lengths_per_query_token
+    test_ragged_query_tokens = suites.Indexer.test_ragged_query_tokens
 
 
 @compiles

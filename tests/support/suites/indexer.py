@@ -150,7 +150,9 @@ class Indexer(IndexerChecks):
         found = self.logits(q, weights, cache, replace(scene, tables=tables), 0, 4 * size)
         assert_close(found, right, roundings=128)
 
-    @pytest.mark.parametrize("entry", [scenes.INDEXER_ENTRY, further(scenes.INDEXER_ENTRIES[0])])
+    @pytest.mark.parametrize(
+        "entry", [scenes.INDEXER_ENTRY, further(scenes.INDEXER_ENTRIES[0])], ids=lambda entry: entry.format
+    )
     def test_lengths_per_query_token(self, entry):
         full = full_tables(entry)
         cache, (q, weights) = full.cache(layout_of("BLNHC", entry), 1), self.arguments(full, 3, "bfloat16")
@@ -159,7 +161,9 @@ class Indexer(IndexerChecks):
         found = self.run(jaxkv.indexer_logits, q, weights, cache, tables, jnp.asarray(ends), layer=1, max_len=100)
         assert_close(found, self.truth(q, weights, full, 100, ends.astype(np.int64)), roundings=128)
 
-    @pytest.mark.parametrize("entry", [scenes.INDEXER_ENTRY, further(scenes.INDEXER_ENTRIES[0])])
+    @pytest.mark.parametrize(
+        "entry", [scenes.INDEXER_ENTRY, further(scenes.INDEXER_ENTRIES[0])], ids=lambda entry: entry.format
+    )
     def test_ragged_query_tokens(self, entry):
         scene = scenes.scene(entry)
         cache, edges = scene.cache(layout_of("BLNHC", entry), 1), np.cumsum([0, 0, 1, 7, 0, 65, 3])
