@@ -22,7 +22,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`;
   `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight.
 - **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
-- **Block tables**: `block_tables_from_csr` makes them from FlashInfer's `paged_kv_indptr` and `paged_kv_indices`.
+- **Pages of other libraries**: `block_tables_from_csr` makes block tables from FlashInfer's `paged_kv_indptr` and
+  `paged_kv_indices`; `swizzle_scales` permutes the NVFP4 scales of vLLM's pages.
 - **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`,
   `StateEntry`.  `TokenShards` defines which tokens of a request each of several devices' caches has.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
@@ -59,6 +60,7 @@ from jaxkv.ops.prefill import prefill_kv, prefill_mla
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
 from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.routing import select_experts
+from jaxkv.ops.scales import swizzle_scales
 from jaxkv.ops.slots import ragged_slots, slots_for
 from jaxkv.ops.sparse import ExtraCache, decode_mla_sparse
 from jaxkv.ops.states import read_state, write_state
@@ -113,8 +115,9 @@ __all__ = [  # noqa: RUF022 (the order of the API reference)
     # Slots
     "slots_for",
     "ragged_slots",
-    # Block tables
+    # Pages of other libraries
     "block_tables_from_csr",
+    "swizzle_scales",
     # Caches
     "KVCache",
     "CacheLayout",

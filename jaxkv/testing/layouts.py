@@ -22,7 +22,7 @@ def pick(rng: np.random.Generator, *choices) -> Any:
 
 
 SIZES: dict[type[Entry], tuple[tuple[int, ...], ...]] = {
-    jaxkv.IndexerEntry: ((128,), (128,), (32,)),
+    jaxkv.IndexerEntry: ((128,), (128,), (64,), (32,)),
     jaxkv.KVEntry: ((128, 128), (64, 64), (128, 128), (192, 128), (256, 256), (512, 512), (10, 4), (32, 16), (12, 4)),
     jaxkv.MLAEntry: (
         *((512, 64), (512, 64), (512, 64), (448, 64), (256, 64)),

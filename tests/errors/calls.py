@@ -216,6 +216,10 @@ def block_tables_from_csr(a, **changes):
     return call(jaxkv.block_tables_from_csr, dict(**given, block_size=16, max_blocks=3), changes)
 
 
+def swizzle_scales(a, **changes):
+    return call(jaxkv.swizzle_scales, dict(scales=jnp.zeros((2, 3, 8, 4), jnp.uint8)), changes)
+
+
 def merge_states(a, **changes):
     return call(jaxkv.merge_states, dict(outs=a.outs, lses=a.lses), changes)
 
@@ -277,13 +281,15 @@ OF_NO_CACHE = {
     "select_topk": select_topk,
     "positions_to_slots": positions_to_slots,
     "block_tables_from_csr": block_tables_from_csr,
+    "swizzle_scales": swizzle_scales,
     "merge_states": merge_states,
     "select_experts": select_experts,
     "grouped_swiglu": grouped_swiglu,
     "scaled_linear": scaled_linear,
 }
 OPERATIONS = {name: case[0] for name, case in {**OF_ONE_CACHE, **OF_ANY_CACHE}.items()} | OF_NO_CACHE
-DISPATCHED = [name for name in OPERATIONS if name not in ("positions_to_slots", "block_tables_from_csr")]
+PLAIN_JAX = "positions_to_slots", "block_tables_from_csr", "swizzle_scales"
+DISPATCHED = [name for name in OPERATIONS if name not in PLAIN_JAX]
 OF_BATCHES = {
     "decode_mla": decode_mla,
     "decode_kv": decode_kv,

@@ -32,6 +32,7 @@ from errors.calls import (
     select_experts,
     select_topk,
     shared,
+    swizzle_scales,
     write_kv,
     write_mla,
 )
@@ -458,6 +459,19 @@ HELPERS = [
     ("page tables of rank 2", lambda a: block_tables_from_csr(a, indices=a.tables), ["`indices`", "(2, 3)", "[n]"]),
     ("page tables of block_size 0", lambda a: block_tables_from_csr(a, block_size=0), ["`block_size`", "is 0:"]),
     ("page tables of no columns", lambda a: block_tables_from_csr(a, max_blocks=0), ["`max_blocks`", "is 0:"]),
+    (
+        "scales of 6 tokens",
+        lambda a: swizzle_scales(a, scales=jnp.zeros((2, 3, 6, 4), "uint8")),
+        ["`scales`", "6 tokens"],
+    ),
+    (
+        "scales of 2 tiles",
+        lambda a: swizzle_scales(a, scales=jnp.zeros((2, 3, 4, 2), "uint8")),
+        ["`scales`", "2 scales"],
+    ),
+    ("scales without heads", lambda a: swizzle_scales(a, scales=jnp.zeros((2, 8, 4), "uint8")), ["[B, H, N, S]"]),
+    ("scales of floats", lambda a: swizzle_scales(a, scales=jnp.zeros((2, 3, 8, 4))), ["float32", "float8_e4m3fn"]),
+    ("scales of 1 instead of True", lambda a: swizzle_scales(a, inverse=1), ["`inverse` is 1"]),
     (
         "page tables of a traced number of columns",
         lambda a: block_tables_from_csr(a, max_blocks=a.lengths[0]),

@@ -103,7 +103,10 @@ def without_nan_signs(rows, entry):
     return rows
 
 
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.quantised], ids=str)
+OF_OTHER_SIZES = jaxkv.IndexerEntry("indexer_mxfp4", 64), jaxkv.KVEntry("int4", 8, 256)
+
+
+@pytest.mark.parametrize("entry", [*(entry for entry in ENTRIES if entry.quantised), *OF_OTHER_SIZES], ids=str)
 def test_encoders_write_the_bytes_of_an_independent_encoder(entry):
     values = [rows_of_every_kind(size) for size in entry.sizes]
     scales = (np.float32(0.037), np.float32(0.5)) if entry.codec.scaled else (None, None)
@@ -294,3 +297,53 @@ def test_indexer_keys_with_four_different_scales_are_read():
     np.testing.assert_array_equal(entry.decode(rows, jnp.float32)[0], right)
     key, scale = entry.key_and_scale(rows, jnp.bfloat16)
     np.testing.assert_array_equal(key.astype(jnp.float32) * scale, right)
+
+
+def vllm_page(k, v, scale):
+    """Pages of vLLM's NVFP4 cache: data and scales of keys, then of values, each [H, N, ...]; scales are permuted."""
+    regions = []
+    for x in (k, v):  # [B, N, H, D]
+        blocks, tokens, heads, size = x.shape
+        entry = oracle.encode(jaxkv.KVEntry("nvfp4", size, size), [x, x], (scale, scale))
+        data, scales = entry[..., : size // 2], entry[..., size : size + size // 16]
+        place = np.zeros((blocks, heads, tokens, size // 16), np.uint8)
+        part = size // 64
+        for t in range(tokens):
+            for s in range(size // 16):
+                place[:, :, t // 4 * 4 + s // part, s % part * 4 + t % 4] = scales[:, t, :, s]
+        regions += [data.swapaxes(1, 2).reshape(blocks, -1), place.reshape(blocks, -1)]
+    return np.concatenate(regions, axis=-1)
+
+
+def test_nvfp4_pages_whose_scales_are_permuted_across_tokens():
+    entry, rng = jaxkv.KVEntry("nvfp4", 128), np.random.default_rng(0)
+    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=3, block_size=8, entry=entry, num_heads=2)
+    k, v = (rng.standard_normal((3, 8, 2, 128)).astype(np.float32) for _ in range(2))
+    slots, scale = jnp.arange(24, dtype=jnp.int32), np.float32(0.25)
+    new = (jnp.asarray(x.reshape(24, 2, 128)) for x in (k, v))
+    written = jaxkv.write_kv(jaxkv.KVCache.zeros(layout), *new, slots, layer=1, k_scale=scale, v_scale=scale)
+    fields, first = {}, 0
+    page = vllm_page(k, v, scale)
+    for part in "KV":
+        for name, width in ((part, 64), (f"{part} scales", 8)):
+            region = jnp.asarray(page[:, first : first + 16 * width].reshape(3, 2, 8, width))
+            first += 16 * width
+            if name != part:
+                ordered = jaxkv.swizzle_scales(region, inverse=True)
+                np.testing.assert_array_equal(jaxkv.swizzle_scales(ordered), region)
+                region = ordered
+            fields[name] = region.swapaxes(1, 2).reshape(24, 2, width)
+    assert first == page.shape[1]
+    stored = jaxkv.write_entries(jaxkv.KVCache.zeros(layout), entry.pack(fields), slots, layer=1)
+    np.testing.assert_array_equal(stored.buffer, written.buffer)
+
+
+def test_records_of_512_plain_bytes():
+    """448 + 64 values that are e4m3 already are the record, and are read as they are."""
+    entry, rng = jaxkv.MLAEntry("fp8", latent=448, rope=64), np.random.default_rng(0)
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=2, block_size=4, entry=entry)
+    records = rng.integers(0, 256, (8, 512), np.uint8)
+    latent, rope = jnp.split(jnp.asarray(records).view(jnp.float8_e4m3fn), [448], axis=-1)
+    cache = jaxkv.write_mla(jaxkv.KVCache.zeros(layout), latent, rope, jnp.arange(8), layer=0)
+    np.testing.assert_array_equal(np.asarray(cache.buffer).reshape(8, 512), records)
+    np.testing.assert_array_equal(all_entries(cache, 0), records)

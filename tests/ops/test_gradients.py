@@ -64,6 +64,7 @@ MODES = {
     "slots_for": NO_FLOATS,
     "ragged_slots": NO_FLOATS,
     "block_tables_from_csr": NO_FLOATS,
+    "swizzle_scales": NO_FLOATS,
     "prefill_mla": FORWARD,
     "prefill_mla, ragged": FORWARD,
     "prefill_kv": FORWARD,

@@ -288,6 +288,10 @@ def _block_tables_from_csr(n, d):
     return dict(**pages, last_page_len=d.ints(1, 5, n.B), block_size=4, max_blocks=3)
 
 
+def _swizzle_scales(n, d):
+    return dict(scales=d.ints(0, 256, n.B, n.H, 8, 12).astype(np.uint8), inverse=True)
+
+
 def _write_blocks(n, d):
     rows = d.floats(n.n, MLA.pages.block_elements)
     return dict(cache=d.cache(MLA), blocks=d.distinct(6, n.n), data=rows)
@@ -347,6 +351,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     ),
     "ragged_slots": _ragged_slots,
     "block_tables_from_csr": _block_tables_from_csr,
+    "swizzle_scales": _swizzle_scales,
     "prefill_mla": _prefill_mla,
     "prefill_mla, ragged": _prefill_mla_ragged,
     "prefill_kv": _prefill_kv,

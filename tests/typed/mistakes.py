@@ -178,6 +178,8 @@ jaxkv.block_tables_from_csr(lengths, [0, 1], lengths, block_size=64, max_blocks=
 jaxkv.block_tables_from_csr(lengths, lengths, lengths, block_size=64, max_blocks=lengths[0])
 # attribute: tables and lengths are returned
 jaxkv.block_tables_from_csr(lengths, lengths, lengths, block_size=64, max_blocks=4).shape
+# missing: the direction by position
+jaxkv.swizzle_scales(lengths, True)
 # argument: layouts instead of payloads
 jaxkv.convert_blocks(cache, layout, layout)
 # missing: one of the two layouts

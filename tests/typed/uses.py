@@ -107,6 +107,7 @@ assert_type(ragged, jax.Array)
 assert_type(jaxkv.merge_states([q, q], (q[..., 0], q[..., 0])), tuple[jax.Array, jax.Array])
 paged = jaxkv.block_tables_from_csr(lengths, np.zeros(4, np.int32), lengths, block_size=64, max_blocks=4)
 assert_type(paged, tuple[jax.Array, jax.Array])
+assert_type(jaxkv.swizzle_scales(np.zeros((2, 8, 16, 8), np.uint8), inverse=True), jax.Array)
 assert_type(jaxkv.decode_kv(q_kv, kv_cache, *paged, layer=0, scale=0.1), jax.Array)
 assert_type(jaxkv.select_experts(q_kv[:, 0], 4, scoring="sigmoid"), tuple[jax.Array, jax.Array])
 
