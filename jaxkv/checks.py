@@ -10,6 +10,7 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxkv.cache import KVCache
+from jaxkv.layout.layout import CacheLayout
 from jaxkv_kernels.addressing import MAX_SLOTS
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.integers import as_int
@@ -114,9 +115,25 @@ def check_cache[E: Entry](cache: KVCache, *kinds: type[E], name: str = "cache") 
     if not isinstance(layout.entry, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"`{name}` stores {layout.entry}: this operation takes a cache of {wanted}")
-    if getattr(buffer, "shape", None) != (layout.size,) or buffer.dtype != layout.dtype:
-        raise ValueError(f"`{name}.buffer` is {describe(buffer)}: expected its layout's {layout.dtype}[{layout.size}]")
+    parts: dict[str, tuple[Any, int]] = {f"{name}.buffer": (buffer, layout.size)}
+    if layout.value_size is not None:
+        if not isinstance(buffer, tuple) or len(buffer) != 2:
+            raise ValueError(f"`{name}.buffer` is {describe(buffer)}: expected the pair (keys, values) of its layout")
+        keys, values = buffer
+        parts = {f"{name}.buffer[0]": (keys, layout.size), f"{name}.buffer[1]": (values, layout.value_size)}
+    for what, (array, size) in parts.items():
+        if getattr(array, "shape", None) != (size,) or array.dtype != layout.dtype:
+            raise ValueError(f"`{what}` is {describe(array)}: expected its layout's {layout.dtype}[{size}]")
     return cast(E, layout.entry)
+
+
+def check_one_buffer(name: str, layout: CacheLayout) -> None:
+    """ValueError if keys and values have an array each; messages call the layout's cache `name`."""
+    if layout.value_size is not None:
+        raise ValueError(
+            f"`{name}` has keys and values in arrays of {layout.size} and {layout.value_size} elements: expected one "
+            "buffer, because its blocks are moved, or divided over devices, as parts of one array"
+        )
 
 
 def mla_dims(cache: KVCache) -> Dims:

@@ -34,6 +34,8 @@ class Run:
     """The byte of the buffer at which the first of them begins."""
     nbytes: int
     """Bytes of one of them."""
+    own_array: bool = False
+    """Whether values lie in an array of their own."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,8 @@ def _section(about: Description) -> list[str]:
     for run in about.runs:
         apart = len(about.runs) > 1
         offset = f"{run.offset // item:,} elements, {run.offset:,} bytes"
-        offsets.append(f"offset       {offset}" + f" ({run.name} of {run.nbytes:,} bytes)" * apart)
+        what = f" ({run.name} of {run.nbytes:,} bytes{', in an array of their own' * run.own_array})"
+        offsets.append(f"offset       {offset}" + what * apart)
         title = run.name if apart else "axis"
         lines += ["", f"{title:<8}{'count':>14}{'stride, elements':>20}{'stride, bytes':>20}"]
         for axis in run.axes:
@@ -233,6 +236,8 @@ class _View:
         axes, theirs = _shown(self.runs[0]), _shown(self.runs[-1])
         if len(self.runs) == 1:
             return axes
+        if any(run.own_array for run in self.runs):
+            raise ValueError("keys and values lie in an array each: a memory map shows one buffer")
         first, second = self.runs
         for depth in range(len(axes) + 1):
             if first.offset + _extent(axes[depth:]) + first.nbytes <= second.offset:

@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal, TypeVar, get_args
@@ -117,6 +117,8 @@ class CacheLayout[E: Entry]:
       value_offset: element of the buffer where the value of entry (0, 0, 0, 0) begins, before or after the key; by
         default, values follow their keys.
       value_strides: the strides of values, by default `strides`.
+      value_size: elements of an array of their own, in which values lie.  The buffer of a cache is then a pair of
+        arrays, and `value_offset`, by default 0, counts from the start of the second.
       shards: how the tokens of requests are divided over devices, if this is the layout of one device's cache under
         context parallelism.  It changes no address.
 
@@ -141,6 +143,8 @@ class CacheLayout[E: Entry]:
     value_strides: Strides | None = None
     """Of values that do not follow their keys; None otherwise, as `value_offset`."""
     value_offset: int | None = None
+    value_size: int | None = None
+    """Elements of the values' own array; None if one buffer has keys and values."""
     packed: str | None = field(default=None, init=False)
     """The fingerprint of the `PackedLayout` of which this is one of several groups; None otherwise."""
 
@@ -161,6 +165,7 @@ class CacheLayout[E: Entry]:
         shards: TokenShards = UNDIVIDED,
         value_strides: Strides | Mapping[str, int] | None = None,
         value_offset: int | None = None,
+        value_size: int | None = None,
     ):
         self._set_sizes(num_layers, num_blocks, block_size, num_heads, entry, dtype)
         object.__setattr__(self, "shards", checked_shards(shards))
@@ -169,10 +174,10 @@ class CacheLayout[E: Entry]:
         if strides is None:
             if size is not None or offset:
                 raise ValueError(f"`size` is {size} and `offset` is {offset}: expected neither without `strides`")
-            if value_strides is not None or value_offset is not None:
+            if (value_strides, value_offset, value_size) != (None, None, None):
                 raise ValueError(
-                    f"`value_strides` is {value_strides} and `value_offset` is {value_offset}: expected neither "
-                    "without `strides`"
+                    f"`value_strides` is {value_strides}, `value_offset` is {value_offset} and `value_size` is "
+                    f"{value_size}: expected none of them without `strides`"
                 )
             self._set_addresses(*self._packed("BLNHC" if order is None else order, block_padding))
         else:
@@ -185,6 +190,8 @@ class CacheLayout[E: Entry]:
                 value_strides = _checked_strides("value_strides", value_strides)
             if value_offset is not None:
                 value_offset = checked_int("value_offset", value_offset)
+            if value_size is not None:
+                object.__setattr__(self, "value_size", checked_int("value_size", value_size))
             self._set_addresses(strides, offset, size, value_strides, value_offset)
 
     @staticmethod
@@ -202,6 +209,7 @@ class CacheLayout[E: Entry]:
         shards: TokenShards = UNDIVIDED,
         value_strides: Strides | Mapping[str, int] | None = None,
         value_offset: int | None = None,
+        value_size: int | None = None,
     ) -> "CacheLayout[Kind]":
         """A layout of a buffer of `size` elements that another library laid out; strides and offsets in its elements.
 
@@ -221,6 +229,7 @@ class CacheLayout[E: Entry]:
             shards=shards,
             value_strides=value_strides,
             value_offset=value_offset,
+            value_size=value_size,
         )
 
     def _set_sizes(self, num_layers, num_blocks, block_size, num_heads, entry, dtype):
@@ -263,18 +272,23 @@ class CacheLayout[E: Entry]:
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "offset", offset)
         width, page_width = self.width, self._page_width
-        if value_strides is not None or value_offset is not None:
+        own_array = self.value_size is not None
+        if own_array or value_strides is not None or value_offset is not None:
             width, value_width = self._plane_widths()
             page_width = width * self.block_size
             value_strides = strides if value_strides is None else value_strides
-            value_offset = offset + width if value_offset is None else value_offset
+            if value_offset is None:
+                value_offset = 0 if own_array else offset + width
             stepped = [{axis: vars(of)[axis] for axis in self._stepped} for of in (strides, value_strides)]
             in_planes = [field.name for plane in self.entry.planes for field in plane]
             whole = in_planes == [field.name for field in self.entry.fields()]
+            whole &= not own_array
             if whole and stepped[0] == stepped[1] and value_offset == offset + width and value_strides.content == 1:
                 width, page_width, value_strides, value_offset = self.width, self._page_width, None, None
             else:
-                canonical = self._canonical(value_strides, value_width, value_width * self.block_size, size)
+                canonical = self._canonical(
+                    value_strides, value_width, value_width * self.block_size, self.value_size or size
+                )
                 object.__setattr__(self, "value_strides", canonical)
                 object.__setattr__(self, "value_offset", value_offset)
         object.__setattr__(self, "strides", self._canonical(strides, width, page_width, size))
@@ -345,12 +359,14 @@ class CacheLayout[E: Entry]:
                     )
         self._check_overlap()
         for name, (strides, plane) in self._planes.items():
-            begin, end = plane.offset, plane.end
-            if begin < 0 or end > self.size:
+            begin, end, size = plane.offset, plane.end, self.size
+            if name == "value" and self.value_size is not None:
+                size = self.value_size
+            if begin < 0 or end > size:
                 many = {"entry": "entries", "key": "keys", "value": "values"}[name]
                 raise ValueError(
                     f"strides leave the buffer: {many} lie in elements [{begin}, {end}), the buffer has `size` "
-                    f"{self.size} (strides {strides}, counts {self._counts})"
+                    f"{size} (strides {strides}, counts {self._counts})"
                 )
         if self.alignment % self.entry.alignment:
             places = " and ".join(f"offset {plane.offset}, {strides}" for strides, plane in self._planes.values())
@@ -368,7 +384,7 @@ class CacheLayout[E: Entry]:
     def _check_overlap(self):
         planes = self._planes
         found = [(name, name, overlapping_entries(plane.axes, plane.width)) for name, (_, plane) in planes.items()]
-        if len(planes) > 1:
+        if len(planes) > 1 and self.value_size is None:
             found.append(("key", "value", overlapping_planes(*(plane for _, plane in planes.values()))))
         for *names, indices in found:
             if indices is None:
@@ -404,7 +420,7 @@ class CacheLayout[E: Entry]:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole buffer."""
-        return self.size * self.itemsize
+        return (self.size + (self.value_size or 0)) * self.itemsize
 
     @property
     def num_slots(self) -> int:
@@ -447,7 +463,7 @@ class CacheLayout[E: Entry]:
             begins.append(plane.offset)
             ends.append(plane.offset + plane.width + sum((count - 1) * stride for count, stride in inner))
             elements += plane.width * prod(count for count, _ in inner)
-        return max(ends) - min(begins) == elements  # entries do not overlap
+        return self.value_size is None and max(ends) - min(begins) == elements  # entries do not overlap
 
     @property
     def block_nbytes(self) -> int:
@@ -461,6 +477,8 @@ class CacheLayout[E: Entry]:
             return self._pages(self.strides, self.offset, self.width)
         width, value_width = self._plane_widths()
         values = self._pages(self.value_strides, self.value_offset, value_width)
+        if self.value_size is not None:
+            values = replace(values, size=self.value_size, own_array=True)
         return self._pages(self.strides, self.offset, width, values)
 
     def _pages(self, strides: Strides, offset: int, width: int, values: Pages | None = None) -> Pages:
@@ -547,6 +565,7 @@ class CacheLayout[E: Entry]:
             axes=tuple(Axis(axis, self._counts[axis], strides[axis] * self.itemsize) for axis in axes),
             offset=part.offset * self.itemsize,
             nbytes=part.width * self.itemsize,
+            own_array=part.own_array,
         )
 
     def __str__(self):

@@ -12,7 +12,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from math import gcd, isqrt, prod
 from typing import Any
@@ -49,6 +49,8 @@ class Pages:
     size: int
     """Elements of the whole buffer."""
     values: "Pages | None" = None
+    own_array: bool = False
+    """Of values that lie apart: whether they are in an array of their own.  The buffer is then a pair of arrays."""
 
     @property
     def parts(self) -> "tuple[Pages, ...]":
@@ -101,7 +103,9 @@ class Pages:
         Padding and the other groups of a packed block are part of the run.
         """
         return self.block_stride * self.num_blocks == self.size and all(
-            part.block_stride == self.block_stride and part.offset + part.block_span <= part.block_stride
+            part.block_stride == self.block_stride
+            and part.offset + part.block_span <= part.block_stride
+            and not part.own_array
             for part in self.parts
         )
 
@@ -128,7 +132,8 @@ class Pages:
                     strides[f"{axis}_stride"] = extent
                     extent *= count
                 end += extent
-            found.append(replace(part, num_blocks=1, block_stride=size, offset=offset, size=size, **strides))
+            whole = {"num_blocks": 1, "block_stride": size, "size": size, "own_array": False}
+            found.append(replace(part, offset=offset, **whole, **strides))
         first, *rest = found
         return replace(first, values=rest[0] if rest else None)
 
@@ -430,14 +435,17 @@ def _start(view, **indices):
 
 
 def load_entries(
-    buffer: jax.Array, pages: Pages, entry: Entry, slots: jax.Array, layer, *, dtype=None
+    buffer: Any, pages: Pages, entry: Entry, slots: jax.Array, layer, *, dtype=None
 ) -> tuple[jax.Array, jax.Array]:
     """Encoded entries [..., H, width] of all heads at `slots` [...], and whether each is in the cache.
 
     Entries are elements of `dtype`, by default the natural one, which `entry.decode` expects.  Those at slots outside
     the cache are 0, and the caller must mask the values that they decode to.
     """
-    found = [read_slots(buffer, run, slots, layer) for run in entry_runs(pages, entry, buffer.dtype.itemsize)]
+    runs = entry_runs(pages, entry, arrays_of(buffer, 1)[0].dtype.itemsize)
+    found = [
+        read_slots(array, run, slots, layer) for array, run in zip(arrays_of(buffer, len(runs)), runs, strict=True)
+    ]
     # Bytes in a buffer of bf16 are joined as bytes: XLA's older emitters quiet signalling NaNs when they join bf16.
     return join_runs(pages, entry, [view_as(rows, dtype or entry.dtype) for rows, _ in found]), found[0][1]
 
@@ -452,12 +460,20 @@ def scale_at(scale: jax.Array | None, slots: jax.Array) -> jax.Array | None:
     return scale.reshape(-1, scale.shape[-1]).at[slots].get(mode="clip")
 
 
-def store_entries(buffer: jax.Array, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> jax.Array:
+def store_entries(buffer: Any, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> Any:
     """The buffer with encoded entries [..., H, width] stored at `slots` [...]; slots outside the cache are skipped."""
-    runs = entry_runs(pages, entry, buffer.dtype.itemsize)
-    for run, piece in zip(runs, split_runs(pages, entry, rows, buffer.dtype), strict=True):
+    dtype = arrays_of(buffer, 1)[0].dtype
+    runs, pieces = entry_runs(pages, entry, dtype.itemsize), split_runs(pages, entry, rows, dtype)
+    if isinstance(buffer, tuple):
+        return tuple(map(partial(write_slots, slots=slots, layer=layer), buffer, runs, pieces))
+    for run, piece in zip(runs, pieces, strict=True):
         buffer = write_slots(buffer, run, piece, slots, layer)
     return buffer
+
+
+def arrays_of(buffer: Any, count: int) -> tuple[jax.Array, ...]:
+    """The array that holds each of `count` runs of entries: the buffer, or if it is a pair, its two arrays."""
+    return buffer if isinstance(buffer, tuple) else (buffer,) * count
 
 
 def entry_runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:

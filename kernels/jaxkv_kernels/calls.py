@@ -57,7 +57,7 @@ class BlocksCall[Result](Call[Result]):
     """A call on the buffer of a cache.  Its kernel interprets no entries, unless a subclass says which."""
 
     buffer: jax.Array
-    """The whole buffer of the cache."""
+    """The whole buffer of the cache: a pair of arrays if keys and values have one each (`pages.values.own_array`)."""
     pages: Pages = field(metadata=STATIC)
 
 
@@ -878,6 +878,8 @@ class Kernels:
 
     transformable = False
     """Whether the kernels are plain JAX, which `jax.grad` and `jax.vmap` transform."""
+    two_arrays = False
+    """Whether the kernels support keys and values in an array each."""
 
     @classmethod
     def support(cls, operation: str) -> Support | None:
@@ -889,6 +891,8 @@ class Kernels:
         support = self.support(call.operation)
         if support is None:
             return [f"has no kernel for {call.operation}"]
+        if isinstance(call, BlocksCall) and isinstance(call.buffer, tuple) and not self.two_arrays:
+            return ["keys and values in an array each: supports one buffer"]
         return support.unsupported_reasons(call)
 
     def reasons(self, call: Call[Any]) -> list[str]:
