@@ -141,6 +141,10 @@ class WriteEntries(CacheCall[jax.Array, Entry]):
     slot_mapping: jax.Array
     """[T]."""
 
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return ()
+
     def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.write_entries(self)
 

@@ -6,8 +6,8 @@ The arithmetic is NVIDIA's, as in vLLM's `reshape_and_cache_nvfp4`: the scale of
 scale of the tensor, rounded to the nearest e4m3 value, at most 448.  It is at least 2**-9, whereas vLLM stores 0 for
 smaller tiles, which are lost.  Values are rounded to nearest even and saturate; vLLM uses approximate reciprocals, and
 can differ next to ties.  The byte map is jaxkv's own: vLLM keeps the scales of a block in a region of its own, those of
-V permuted across four tokens (`jaxkv.swizzle_scales`), and does so in two ways for two generations of GPUs.  A tile with
-NaN has the scale NaN.
+V permuted across four tokens (`jaxkv.swizzle_scales`), in two ways for two generations of GPUs.  A tile with NaN has
+the scale NaN.
 """
 
 import jax.numpy as jnp
