@@ -72,6 +72,7 @@ WRITES, BLOCKS = ("tests/ops/test_xla.py::TestWrites",), ("tests/ops/test_xla.py
 MLA, KV = ("tests/ops/test_xla.py::TestDecodeMLA",), ("tests/ops/test_xla.py::TestDecodeKV",)
 KV_WINDOWS = ("tests/ops/test_xla.py::TestKVWindowsOfBothSides",)
 SPARSE_MLA, EXTRA = ("tests/ops/test_xla.py::TestDecodeMLASparse",), ("tests/ops/test_xla.py::TestExtraSlots",)
+TOKEN_SCALES, INDEXER = ("tests/ops/test_xla.py::TestTokenScales",), ("tests/ops/test_xla.py::TestIndexer",)
 MERGE = ("tests/ops/test_xla.py::TestMerge",)
 PLAN = ("tests/kernels/mosaic_gpu/test_plan.py",)
 MOSAIC_MLA, MOSAIC_KV = ("tests/kernels/mosaic_gpu/test_decode_mla.py",), ("tests/kernels/mosaic_gpu/test_kv.py",)
@@ -212,6 +213,43 @@ MUTANTS = {
             "clear(length - first_token, jnp.int32(TILE))",
             "clear(length - first_token + 1, jnp.int32(TILE))",
             MOSAIC_MLA,
+        ),
+    ),
+    "queries and scales": (
+        Mutant(
+            "queries with scales per head without that of their head",
+            "jaxkv/ops/attention.py",
+            "* (factor / factor.max())[:, None]",
+            "* (factor / factor)[:, None]",
+            KV,
+        ),
+        Mutant(
+            "scales per token of the slots before",
+            ADDRESSING,
+            '.at[slots].get(mode="clip")',
+            '.at[slots - 1].get(mode="clip")',
+            TOKEN_SCALES,
+        ),
+        Mutant(
+            "the largest logits of one of two caches",
+            SOFTMAX,
+            "largest.max(axis=0)",
+            "largest[0]",
+            ("tests/ops/test_xla.py::TestMaxLogits",),
+        ),
+        Mutant(
+            "ragged query tokens of the indexer see later tokens",
+            "jaxkv/ops/indexer.py",
+            "block_size)[requests] - after",
+            "block_size)[requests]",
+            INDEXER,
+        ),
+        Mutant(
+            "the logit at the length of a row takes part",
+            "jaxkv/ops/indexer.py",
+            "dtype=jnp.int32) < lengths[..., None], logits",
+            "dtype=jnp.int32) <= lengths[..., None], logits",
+            INDEXER,
         ),
     ),
     "planner": (

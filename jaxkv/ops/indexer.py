@@ -100,28 +100,28 @@ def _logits_call(
     dims.check_ints("seq_lens", seq_lens, "B Q" if by_token and cu_q_lens is None else "B")
     if cu_q_lens is not None:
         dims.check_running_sum("cu_q_lens", cu_q_lens)
-    block_tables, seq_lens = int32(block_tables), int32(seq_lens)
+    tables, lengths = int32(block_tables), int32(seq_lens)
     layer, pages = layer_index(layer, cache), cache.layout.pages
     max_len = positive_int("max_len", max_len)
     if data_checks.checking():
         data_checks.check_layer(layer, pages)
-        longest = seq_lens.max(axis=1) if seq_lens.ndim == 2 else seq_lens
+        longest = lengths.max(axis=1) if lengths.ndim == 2 else lengths
         if cu_q_lens is not None:
             check_rises(int32(cu_q_lens), dims["T"])
             longest = jnp.where(jnp.diff(int32(cu_q_lens)) > 0, longest, 0)
-        data_checks.check_tables(block_tables, jnp.zeros_like(longest), longest, pages, most=max_len)
+        data_checks.check_tables(tables, jnp.zeros_like(longest), longest, pages, most=max_len)
     if by_token:
         sums = None if cu_q_lens is None else running_sum(cu_q_lens)
         arranged = partial(_by_token, block_size=pages.block_size)
-        q, weights, block_tables, seq_lens = computed(arranged, q, weights, block_tables, seq_lens, sums)
+        q, weights, tables, lengths = computed(arranged, q, weights, tables, lengths, sums)
     return calls.IndexerLogits(
         q=q,
         weights=weights,
         buffer=cache.buffer,
         pages=pages,
         entry=entry,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
+        block_tables=tables,
+        seq_lens=lengths,
         layer=layer,
         max_len=max_len,
     )

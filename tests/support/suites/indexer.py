@@ -150,9 +150,8 @@ class Indexer(IndexerChecks):
         found = self.logits(q, weights, cache, replace(scene, tables=tables), 0, 4 * size)
         assert_close(found, right, roundings=128)
 
-    @pytest.mark.parametrize(
-        "entry", [scenes.INDEXER_ENTRY, further(scenes.INDEXER_ENTRIES[0])], ids=lambda entry: entry.format
-    )
+    @pytest.mark.ci
+    @formats([scenes.INDEXER_ENTRY, scenes.INDEXER_ENTRIES[0]])
     def test_lengths_per_query_token(self, entry):
         full = full_tables(entry)
         cache, (q, weights) = full.cache(layout_of("BLNHC", entry), 1), self.arguments(full, 3, "bfloat16")
