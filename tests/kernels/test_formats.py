@@ -9,6 +9,7 @@ import jaxkv
 from jaxkv_kernels.formats import FORMATS, Format, register
 from jaxkv_kernels.formats.bits import corrected_quotient
 from support import oracle
+from support.cases import further
 
 ENTRIES = [kind.typical(name) for kind in (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry) for name in kind.formats]
 every_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)
@@ -103,7 +104,7 @@ def without_nan_signs(rows, entry):
     return rows
 
 
-OF_OTHER_SIZES = jaxkv.IndexerEntry("indexer_mxfp4", 64), jaxkv.KVEntry("int4", 8, 256)
+OF_OTHER_SIZES = map(further, (jaxkv.IndexerEntry("indexer_mxfp4", 64), jaxkv.KVEntry("int4", 8, 256)))
 
 
 @pytest.mark.parametrize("entry", [*(entry for entry in ENTRIES if entry.quantised), *OF_OTHER_SIZES], ids=str)
@@ -230,6 +231,7 @@ def test_latents_of_sglangs_fp4_pool():
     np.testing.assert_array_equal(found["scales"].view(jnp.uint8), scales)
 
 
+@pytest.mark.ci
 def test_keys_and_values_of_sglangs_fp4_pool():
     entry = jaxkv.KVEntry("kvfp4", 64, 32)
     layout = jaxkv.CacheLayout(num_layers=2, num_blocks=3, block_size=16, entry=entry, num_heads=2)
@@ -247,6 +249,7 @@ def test_keys_and_values_of_sglangs_fp4_pool():
         np.testing.assert_array_equal(array.view(jnp.uint8), arrays[name])
 
 
+@pytest.mark.ci
 @every_entry
 def test_fields_lead_there_and_back(entry):
     rows = np.random.default_rng(0).integers(0, 256, (3, 2, entry.nbytes), np.uint8)
@@ -274,6 +277,7 @@ def test_fields_that_do_not_fit_are_rejected():
             entry.unpack(wrong)
 
 
+@pytest.mark.ci
 def test_int4_rounds_rotated_values_to_15_steps():
     """Also those of heads with one large value, which rounds all others to 0 if they are not rotated."""
     entry, x = jaxkv.KVEntry("int4", 128), np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
@@ -288,6 +292,7 @@ def test_int4_rounds_rotated_values_to_15_steps():
     assert (np.linalg.norm(found[1] - spiked, axis=-1) < np.linalg.norm(rounded - spiked, axis=-1)).all()
 
 
+@pytest.mark.ci
 def test_indexer_keys_with_four_different_scales_are_read():
     entry, rng = jaxkv.IndexerEntry("indexer_mxfp8"), np.random.default_rng(0)
     values = jnp.asarray(rng.standard_normal((7, 128)), jnp.float8_e4m3fn)
@@ -315,6 +320,7 @@ def vllm_page(k, v, scale):
     return np.concatenate(regions, axis=-1)
 
 
+@pytest.mark.ci
 def test_nvfp4_pages_whose_scales_are_permuted_across_tokens():
     entry, rng = jaxkv.KVEntry("nvfp4", 128), np.random.default_rng(0)
     layout = jaxkv.CacheLayout(num_layers=2, num_blocks=3, block_size=8, entry=entry, num_heads=2)
@@ -338,6 +344,7 @@ def test_nvfp4_pages_whose_scales_are_permuted_across_tokens():
     np.testing.assert_array_equal(stored.buffer, written.buffer)
 
 
+@pytest.mark.ci
 def test_records_of_512_plain_bytes():
     """448 + 64 values that are e4m3 already are the record, and are read as they are."""
     entry, rng = jaxkv.MLAEntry("fp8", latent=448, rope=64), np.random.default_rng(0)

@@ -253,7 +253,7 @@ def test_wrong_places_of_values(entry, given, message):
 
 
 def test_places_of_values_need_strides():
-    with pytest.raises(ValueError, match="`value_offset` is 64 and .*: expected none of them without `strides`"):
+    with pytest.raises(ValueError, match=r"`value_offset` is 64 and .*: expected none of them without `strides`"):
         jaxkv.CacheLayout(num_layers=1, num_blocks=1, block_size=8, entry=F32, value_offset=64)
 
 

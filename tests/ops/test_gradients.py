@@ -9,7 +9,7 @@ import jaxkv
 from jaxkv import dispatch
 from jaxkv.ops import OPERATIONS
 from support import calls, scenes
-from support.cases import slow
+from support.cases import each_format, slow
 from support.opaque import Opaque
 
 BOTH, FORWARD, REFUSED, NO_FLOATS = "both modes", "forward mode only", "an error", "no float arguments or results"
@@ -187,7 +187,7 @@ def written(entry, dtype=None):
     return total, [*values, *scales]
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{type(entry).__name__} {entry.format}")
+@pytest.mark.parametrize("entry", each_format(ENTRIES), ids=lambda entry: f"{type(entry).__name__} {entry.format}")
 def test_quantised_values_and_their_scales_have_no_gradients(entry):
     total, values = written(entry)
     if not entry.quantised:

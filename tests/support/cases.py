@@ -16,6 +16,9 @@ from support import scenes
 NUMBERS, BYTES = "bf16", ("fp8", "indexer_fp8")
 """A format of numbers and, for each kind of entry, one of bytes."""
 
+LIKE_OTHERS = "kvfp4", "int4", "indexer_mxfp8"
+"""Formats that operations treat like others, which run by default: theirs are `further`."""
+
 FEW = ("LBNHC", "gaps, offset")
 """Two unlike layouts."""
 
@@ -46,6 +49,8 @@ def on_layouts(entries, *, few=False):
             else:
                 default = of_numbers or with_every_format
                 in_ci = of_bytes
+            if entry.format in LIKE_OTHERS:
+                default, in_ci = False, default or in_ci
             marks = () if default else pytest.mark.ci if in_ci else pytest.mark.slow
             kind = type(entry).__name__.removesuffix("Entry")
             cases.append(pytest.param(entry, name, id=f"{kind} {entry.format}, {name}", marks=marks))
@@ -86,6 +91,11 @@ def slow(*values):
 def further(*values):
     """A case that runs in CI: others of its kind run by default."""
     return pytest.param(*values, marks=pytest.mark.ci)
+
+
+def each_format(given):
+    """Entries, or names of formats; those of formats `LIKE_OTHERS` are further cases."""
+    return [further(each) if getattr(each, "format", each) in LIKE_OTHERS else each for each in given]
 
 
 def each_value(names, *axes, default=None, valid=lambda *values: True):

@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.cases import apart, each_value, further, on_layouts
+from support.cases import apart, each_format, each_value, further, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import (
     CLAMPED,
@@ -32,7 +32,7 @@ TOKENS = 70, 5, 2, 1
 """Query tokens per request."""
 OPTIONS = None, "sinks", "logit_cap"
 
-every_format = pytest.mark.parametrize("form", jaxkv.KVEntry.formats)
+every_format = pytest.mark.parametrize("form", each_format(jaxkv.KVEntry.formats))
 
 
 def options_of(name, heads):

@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.cases import each_value, further, on_layouts
+from support.cases import each_format, each_value, further, on_layouts
 from support.compare import EPSILON, assert_close, assert_same_bits
 from support.suites.attention.decode_kv import BOTH_SIDES, OPTIONS, TOKENS, options_of
 from support.suites.base import (
@@ -25,7 +25,7 @@ from support.suites.base import (
 
 SCALE = 0.11
 
-every_format = pytest.mark.parametrize("form", jaxkv.MLAEntry.formats)
+every_format = pytest.mark.parametrize("form", each_format(jaxkv.MLAEntry.formats))
 
 
 def queries(entry, batch, tokens, heads, dtype=None, seed=7):
