@@ -340,7 +340,7 @@ def test_draws_are_of_every_kind():
     assert any(layout.dtype != layout.entry.dtype for layout in layouts)
     assert any(layout.strides.part for layout in layouts), "keys and values in planes of their own"
     extras = {name for case in drawn for name in case.extras}
-    assert {"cos_sin", "extra", "sinks", "cu_q_lens", "queries in e4m3"} <= extras
+    assert {"cos_sin", "extra", "sinks", "cu_q_lens", "queries in e4m3", "prefix_tables"} <= extras
     options = [dict(case.options) for case in drawn]
     windows = {(type(x["window"]), x["causal"]) for x in options if {"window", "causal"} <= x.keys()}
     assert {(int, True), (tuple, True), (tuple, False)} <= windows
@@ -354,7 +354,10 @@ def test_draws_are_of_every_kind():
     attention = next(
         case
         for case in drawn
-        if case.operation == "decode_mla" and case.columns == 5 and dict(case.options)["window"] is None
+        if case.operation in ("decode_mla", "decode_kv")
+        and case.layout.num_blocks > case.columns == 5
+        and dict(case.options)["window"] is None
+        and "prefix_tables" not in case.extras
     )
     calls = [attention.draw(np.random.default_rng([0, call])) for call in range(3000)]
     lengths = np.stack([call.index[1] for call in calls])
