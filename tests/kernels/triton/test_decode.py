@@ -38,12 +38,6 @@ class TestKVSharedPrefixes(Triton, suites.KVSharedPrefixes):
 
 @interpreted
 @pytest.mark.usefixtures("interpreting")
-class TestInterpretedMLASharedPrefixes(Triton, suites.MLASharedPrefixes):
-    """The whole suite."""
-
-
-@interpreted
-@pytest.mark.usefixtures("interpreting")
 class TestInterpretedKVSharedPrefixes(Triton, suites.KVSharedPrefixes):
     """The whole suite."""
 
