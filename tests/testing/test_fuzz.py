@@ -344,7 +344,7 @@ def test_draws_are_of_every_kind():
     assert any(layout.pages.value_distance is None for layout in apart), "strides of their own"
     extras = {name for case in drawn for name in case.extras}
     assert {"cos_sin", "extra", "sinks", "cu_q_lens", "queries in e4m3", "lengths", "return_max_logits"} <= extras
-    assert {"scales per head", "scales per token", "lengths per query token"} <= extras
+    assert {"scales per head", "scales per token", "lengths per query token", "prefix_tables", "tree_mask"} <= extras
     options = [dict(case.options) for case in drawn]
     windows = {(type(x["window"]), x["causal"]) for x in options if {"window", "causal"} <= x.keys()}
     assert {(int, True), (tuple, True), (tuple, False)} <= windows
@@ -360,10 +360,11 @@ def test_draws_are_of_every_kind():
     attention = next(
         case
         for case in drawn
-        if case.operation == "decode_mla"
+        if case.operation in ("decode_mla", "decode_kv")
         and case.columns == 5
         and case.requests < case.layout.num_blocks  # so that some blocks are not used
         and dict(case.options)["window"] is None
+        and "prefix_tables" not in case.extras
     )
     calls = [attention.draw(np.random.default_rng([0, call])) for call in range(3000)]
     lengths = np.stack([call.index[1] for call in calls])

@@ -85,12 +85,6 @@ class TestExtraSlots(ExtraSlots):
 
 @interpreted
 @pytest.mark.usefixtures("interpreting")
-class TestInterpretedMLASharedPrefixes(Triton, suites.MLASharedPrefixes):
-    """The whole suite."""
-
-
-@interpreted
-@pytest.mark.usefixtures("interpreting")
 class TestInterpretedKVSharedPrefixes(Triton, suites.KVSharedPrefixes):
     """The whole suite."""
 
