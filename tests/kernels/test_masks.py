@@ -1,13 +1,85 @@
-"""Which masks GPU kernels support: trees, and those by which query tokens see intervals of tokens."""
+"""Masks on implementations whose kernels have none: the suites with XLA's kernels, and what GPU kernels support."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 import jaxkv
-from jaxkv import masks
+from jaxkv import dispatch, masks
+from jaxkv_kernels.calls import Kernels, later_token_reasons, supports
+from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
+from jaxkv_kernels.xla import attention
+from jaxkv_kernels.xla.masked import decode_by_parts, plan_by_parts, reasons_by_parts
+from support import suites
 from support.available import assume_available
 from support.suites.attention.masks import every_third
+
+
+def _reasons(call):
+    """The reasons of kernels that have a causal mask and nothing else."""
+    yield from later_token_reasons(call)
+    if (call.window, call.trailing, call.tree, call.mask) != (None, None, None, None):
+        yield "not a causal call"
+
+
+def _causal(decode):
+    """The kernel `decode`, which uses the lengths in its plan."""
+
+    def run(call):
+        assert not list(_reasons(call))
+        return decode(call if call.plan is None else replace(call, plan=None, seq_lens=call.plan))
+
+    return run
+
+
+class ByParts(Kernels):
+    """XLA's kernels, of which only the causal mask is used."""
+
+    @supports({MLAEntry: MLAEntry.formats, KVEntry: KVEntry.formats}, reasons_by_parts(_reasons))
+    def plan_decode(self, call):
+        return plan_by_parts(call, lambda call: call.seq_lens)
+
+    @supports({MLAEntry: MLAEntry.formats}, reasons_by_parts(_reasons))
+    def decode_mla(self, call):
+        return decode_by_parts(call, _causal(attention.decode_mla))
+
+    @supports({KVEntry: KVEntry.formats}, reasons_by_parts(_reasons))
+    def decode_kv(self, call):
+        return decode_by_parts(call, _causal(attention.decode_kv))
+
+
+@pytest.fixture
+def by_parts(monkeypatch):
+    backend = dispatch.Backend("by_parts", "any device", ByParts, list)
+    monkeypatch.setattr(dispatch, "BACKENDS", (*dispatch.BACKENDS, backend))
+
+
+class Parts:
+    implementation = "by_parts"
+    gaps = ("`mask`, a function",)
+
+
+@pytest.mark.usefixtures("by_parts")
+class TestMLAMasks(Parts, suites.MLAMasks):
+    """The whole suite."""
+
+
+@pytest.mark.usefixtures("by_parts")
+class TestMLATreeMasks(Parts, suites.MLATreeMasks):
+    """The whole suite."""
+
+
+@pytest.mark.usefixtures("by_parts")
+class TestKVMasks(Parts, suites.KVMasks):
+    """The whole suite."""
+
+
+@pytest.mark.usefixtures("by_parts")
+class TestKVTreeMasks(Parts, suites.KVTreeMasks):
+    """The whole suite."""
+
 
 REQUESTS, TOKENS, HEADS = 2, 5, 16
 TREE = jax.ShapeDtypeStruct((REQUESTS, TOKENS, TOKENS), jnp.bool_)

@@ -37,6 +37,7 @@ MODES = {
     "decode_kv": FORWARD,
     "decode_kv, ragged": FORWARD,
     "decode_kv, ragged with a window": FORWARD,
+    "decode_kv, with masks": FORWARD,
     "decode_mla_sparse": BOTH,
     "decode_mla_sparse, of two caches": BOTH,
     "indexer_logits": FORWARD,
