@@ -14,6 +14,7 @@ from jaxkv_kernels.xla import attention
 from jaxkv_kernels.xla.masked import decode_by_parts, plan_by_parts, reasons_by_parts
 from support import suites
 from support.available import assume_available
+from support.cases import further
 from support.suites.attention.masks import every_third
 
 
@@ -62,23 +63,24 @@ class Parts:
 
 
 @pytest.mark.usefixtures("by_parts")
-class TestMLAMasks(Parts, suites.MLAMasks):
+class TestIntervals(Parts, suites.KVMasks):
     """The whole suite."""
 
 
 @pytest.mark.usefixtures("by_parts")
-class TestMLATreeMasks(Parts, suites.MLATreeMasks):
-    """The whole suite."""
+class TestTrees(Parts, suites.KVMaskChecks):
+    """What does not depend on layouts."""
+
+    test_combinations = suites.KVTreeMasks.test_combinations
+    test_ragged_query_tokens = suites.KVTreeMasks.test_ragged_query_tokens
 
 
 @pytest.mark.usefixtures("by_parts")
-class TestKVMasks(Parts, suites.KVMasks):
-    """The whole suite."""
+class TestLatents(Parts, suites.DecodeMLAChecks):
+    """The same for latents."""
 
-
-@pytest.mark.usefixtures("by_parts")
-class TestKVTreeMasks(Parts, suites.KVTreeMasks):
-    """The whole suite."""
+    test_trees = suites.MLATreeMasks.test_combinations
+    test_intervals = suites.MLAMasks.test_combinations
 
 
 REQUESTS, TOKENS, HEADS = 2, 5, 16
@@ -114,7 +116,7 @@ on_gpus = pytest.mark.parametrize("implementation", ["triton", "mosaic_gpu"])
 
 @on_gpus
 @each
-@pytest.mark.parametrize("mask", [every_third, lambda query, key: key <= query])
+@pytest.mark.parametrize("mask", [every_third, further(lambda query, key: key <= query)])
 def test_other_functions_are_rejected(implementation, operation, mask, monkeypatch):
     assume_available(monkeypatch, implementation)
     (reason,) = reasons(implementation, operation, mask=mask)
@@ -127,10 +129,10 @@ def test_other_functions_are_rejected(implementation, operation, mask, monkeypat
     "options",
     [
         {"tree_mask": TREE},
-        {"tree_mask": TREE, "window": (3, 3)},
-        {"mask": masks.Chunked(100), "causal": False},
-        {"mask": masks.Prefix(4) | masks.Sliding(63, 0), "tree_mask": TREE},
-        {"ragged": True, **RAGGED},
+        further({"tree_mask": TREE, "window": (3, 3)}),
+        further({"mask": masks.Chunked(100), "causal": False}),
+        further({"mask": masks.Prefix(4) | masks.Sliding(63, 0), "tree_mask": TREE}),
+        further({"ragged": True, **RAGGED}),
         {"ragged": True, **RAGGED, "mask": masks.Chunked(64), "window": 32},
     ],
 )
