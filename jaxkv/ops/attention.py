@@ -158,6 +158,18 @@ def decode_mla(
         Q tokens, p may be negative.
       causal: static bool; if False, a query token also sees later tokens: all `seq_len` tokens of its request, or those
         in the `window`.
+      mask: static function of int32 positions of queries and of keys, which are broadcast, to bool: whether a query
+        sees a key.  It narrows what `window`, `causal` and `tree_mask` show, is traced as the rest of the program, and
+        should be defined once, because a program is compiled again for another function.  `xla` supports all functions,
+        GPU kernels those of `jaxkv.masks`, which show intervals of tokens.  There, each query token is a request of its
+        own for the kernels, so that several query tokens of a request read its keys several times.
+      tree_mask: bool [B, Q, Q]; which of the new tokens of its request a query token sees, for trees of draft tokens:
+        query token i sees new token j if tree_mask[b, i, j].  It replaces the causal mask, and `causal` must be True.
+        All tokens before the new ones are visible.  A `window` counts the order of tokens, not their depth in the tree,
+        and its limits apply as without a causal mask.  In a request with fewer than Q tokens, new tokens at negative
+        positions do not exist.  With `cu_q_lens`, bool [T, J]: row t for query token t, column j for new token j of its
+        request; new tokens past the last column are not seen.  On GPUs, kernels attend to the tokens before the new
+        ones, XLA to the new ones, and the results are merged.
       sinks: float32 [Hq]; attention sinks: one logit per head that is added to the softmax's denominator, without a
         value.  `out` is multiplied by exp(lse) / (exp(lse) + exp(sink)); `lse` does not change.
       cu_q_lens: int32 [B + 1], running sum from 0 of the query tokens of each request, whose numbers may differ: those
@@ -186,8 +198,8 @@ def decode_mla(
       blocks outside the cache are masked.  If a traced layer is outside the cache, no query sees a token.
 
     Raises:
-      ValueError: a shape, dtype, static layer, scale or `window` is wrong, or `plan` was made for another shape or
-        dtype.
+      ValueError: a shape, dtype, static layer, scale, `window` or `mask` is wrong, `causal` is False with a
+        `tree_mask`, or `plan` was made for another shape, dtype or mask.
     """
     return_lse = static_bool("return_lse", return_lse)
     check_cache(cache, MLAEntry)
@@ -333,6 +345,8 @@ def decode_kv(
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       window: static int, the last tokens that a query token sees, or (left, right), as in `decode_mla`.
       causal: static bool; if False, a query token also sees later tokens, as in `decode_mla`.
+      mask: static function of positions of queries and of keys, as in `decode_mla`.
+      tree_mask: bool [B, Q, Q] or, with `cu_q_lens`, [T, J]; which new tokens a query token sees, as in `decode_mla`.
       sinks: float32 [Hq]; attention sinks, as in `decode_mla`.
       cu_q_lens: int32 [B + 1], running sum of the query tokens of each request, as in `decode_mla`.
       prefix_tables: int32 [M'] or [G, M'], the blocks of a prefix that all requests share, or those of several
@@ -350,8 +364,8 @@ def decode_kv(
       and -inf; low finite scores are never masked.  Tokens in blocks outside the cache are masked.
 
     Raises:
-      ValueError: a shape, dtype, static layer, scale or `window` is wrong, or `plan` was made for another shape or
-        dtype.
+      ValueError: a shape, dtype, static layer, scale, `window` or `mask` is wrong, `causal` is False with a
+        `tree_mask`, or `plan` was made for another shape, dtype or mask.
     """
     return_lse = static_bool("return_lse", return_lse)
     check_cache(cache, KVEntry)

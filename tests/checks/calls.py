@@ -43,11 +43,11 @@ def decode_mla(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, tokens=1, pl
     return jaxkv.decode_mla(*q, cache, ints(tables), ints(lengths), layer=layer, scale=0.3, plan=plan)
 
 
-def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1, causal=True):
+def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1, **masks):
     q = jnp.ones((len(tables), tokens, 2, 8))
     cache = jaxkv.KVCache.zeros(KV) if cache is None else cache
     scales = {"scale": 0.3, "k_scale": 0.1, "v_scale": 0.1}
-    options = {"window": window, "causal": causal, **scales}
+    options = {"window": window, **masks, **scales}
     return jaxkv.decode_kv(q, cache, ints(tables), ints(lengths), layer=layer, **options)
 
 

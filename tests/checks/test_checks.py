@@ -39,6 +39,7 @@ from checks.calls import (
     write_kv,
     write_mla,
 )
+from jaxkv import masks
 from jaxkv.ops import OPERATIONS as DECLARED
 from support.cases import further
 from support.compare import assert_same_bits
@@ -322,6 +323,35 @@ class TestPoison:
                 check(cache)
         else:
             check(cache)
+
+    @pytest.mark.parametrize(
+        ("options", "misused"),
+        [
+            ({"mask": masks.Chunked(4)}, True),
+            further({"mask": masks.Prefix(4)}, False),
+            further({"mask": masks.Prefix(4), "tokens": 3}, False),
+            further({"mask": masks.Prefix(4) | masks.Sliding(1, 0), "tokens": 2}, True),
+            further({"tree_mask": [[True, False, False]] * 3, "tokens": 3}, True),
+            ({"tree_mask": [[False, True, True]] * 3, "tokens": 3}, False),
+            further({"tree_mask": [[False]], "tokens": 1}, True),
+        ],
+    )
+    def test_nan_is_misuse_where_a_mask_shows_it(self, options, misused):
+        cache, given = self.cache(KV, (0, 0, 0, 3)), dict(options)  # position 4 of 7
+        if "tree_mask" in given:
+            given["tree_mask"] = jnp.asarray([given["tree_mask"]] * 2)
+        check = jaxkv.checked(lambda cache: decode_kv(layer=1, cache=cache, **given))
+        if misused:
+            with pytest.raises(ValueError, match=re.escape("`cache`[0, 4] is 0: the entry at this slot")):
+                check(cache)
+        else:
+            check(cache)
+
+    def test_blocks_that_a_mask_does_not_show_may_be_gone(self):
+        tables = [[-1, 0], [1, 3]]
+        jaxkv.checked(lambda cache: decode_kv(tables, cache=cache, layer=1, mask=masks.Chunked(4)))(self.cache(KV))
+        with pytest.raises(ValueError, match=re.escape("`block_tables`[0, 0] is -1")):
+            jaxkv.checked(lambda cache: decode_kv(tables, cache=cache, layer=1, mask=masks.Chunked(8)))(self.cache(KV))
 
     def test_blocks_before_the_window_may_be_gone(self):
         tables = [[-1, 0], [1, 3]]

@@ -40,6 +40,7 @@ MODES = {
     "decode_kv, ragged with a window": FORWARD,
     "decode_mla, with a prefix": FORWARD,
     "decode_kv, with prefixes": FORWARD,
+    "decode_kv, with masks": FORWARD,
     "decode_mla_sparse": BOTH,
     "decode_mla_sparse, of two caches": BOTH,
     "indexer_logits": FORWARD,

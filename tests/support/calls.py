@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv import masks
 
 LENGTHS = {"B": 2, "M": 2, "Q": 2, "T": 3, "H": 4, "K": 3, "N": 7, "n": 2, "E": 4, "D": 8, "I": 6, "S": 2}
 """The length of each axis, by the letter that documentation uses; "S" are parts of a merge."""
@@ -156,6 +157,11 @@ def _decode_kv_of_prefixes(n, d):
 def _decode_mla_of_a_prefix(n, d):
     prefix = {"prefix_tables": d.distinct(6, n.M), "prefix_lens": d.ints(1, 9)}
     return {**_decode_mla(n, d), **prefix}
+
+
+def _decode_kv_masked(n, d):
+    mask = masks.Prefix(1) | masks.Sliding(3, 1)
+    return {**_decode_kv(n, d), "tree_mask": d.ints(0, 2, n.B, n.Q, n.Q) > 0, "mask": mask}
 
 
 def _plan_decode(n, d):
@@ -323,6 +329,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "decode_kv, ragged with a window": _decode_kv_windowed,
     "decode_mla, with a prefix": _decode_mla_of_a_prefix,
     "decode_kv, with prefixes": _decode_kv_of_prefixes,
+    "decode_kv, with masks": _decode_kv_masked,
     "decode_mla_sparse": _decode_mla_sparse,
     "decode_mla_sparse, of two caches": _decode_mla_sparse_of_two,
     "indexer_logits": _indexer,

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, blocks
+from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, blocks, masks
 
 SIZES = {"num_layers": 2, "num_blocks": 8, "block_size": 64}
 layout = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("bf16"))
@@ -118,6 +118,14 @@ jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=4096
 jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=(64, 64, 64))
 # argument: a window without a left limit, which is -1
 jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, window=(None, 64))
+# argument: a mask that is an array
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, mask=tables > 0)
+# argument: a mask without numbers
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, mask=masks.Chunked)
+# argument: a tree as a list
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, tree_mask=[[[True]]])
+# argument: a chunk of a float number of tokens
+masks.Chunked(8192.0)
 # argument: block tables as lists
 jaxkv.decode_kv(q_kv, kv_cache, [[0, 1], [2, 3]], lengths, layer=0, scale=0.1)
 # argument: a schedule instead of a plan

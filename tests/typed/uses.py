@@ -7,7 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, PackedLayout, StateEntry, blocks
+from jaxkv import (
+    CacheLayout,
+    ExtraCache,
+    IndexerEntry,
+    KVCache,
+    KVEntry,
+    MLAEntry,
+    PackedLayout,
+    StateEntry,
+    blocks,
+    masks,
+)
 
 latents = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("fp8"), order="LBNHC")
 cache = KVCache.zeros(latents)
@@ -40,6 +51,11 @@ assert_type(one, jax.Array)
 jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, window=(64, 64), causal=False)
 jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=(127, -1), return_lse=True)
 jaxkv.plan_decode(kv_cache, tables, lengths, num_heads=16, window=(-1, 127), causal=False)
+tree, sinks = np.ones((2, 1, 1), bool), masks.Prefix(4) | masks.Sliding(1023, 0)
+jaxkv.decode_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, tree_mask=tree, return_lse=True)
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, mask=sinks & masks.Chunked(8192))
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, mask=lambda query, key: key % 2 == query % 2)
+jaxkv.plan_decode(kv_cache, tables, lengths, num_heads=16, mask=masks.Prefix(4), tree_mask=tree)
 jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, window=(127, 0))
 jaxkv.prefill_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, cu_q_lens=lengths, causal=False, logit_cap=30.0)
 of_a_prefix = jaxkv.decode_kv(

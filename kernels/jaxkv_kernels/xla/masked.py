@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.addressing import lengths_in_table
 from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
-from jaxkv_kernels.masks import Interval, Intervals, disjoint
+from jaxkv_kernels.masks import Interval, Intervals, Sliding, disjoint
 from jaxkv_kernels.token_heads import heads_as_tokens, tokens_as_heads
 from jaxkv_kernels.xla.attention import FewTokens, decode_kv, decode_mla
 from jaxkv_kernels.xla.softmax import joined
@@ -71,6 +71,12 @@ def _alike(call: DecodeCall | PlanDecode) -> bool:
     return call.window is None and call.mask is None
 
 
+def _shown_by(call: DecodeCall | PlanDecode) -> Intervals:
+    """The mask of the call, of intervals as `reasons_by_parts` demands; one that shows all tokens if there is none."""
+    assert call.mask is None or isinstance(call.mask, Intervals)
+    return Sliding(-1, -1) if call.mask is None else call.mask
+
+
 def _spans(call: DecodeCall | PlanDecode) -> list[Interval]:
     """The intervals of tokens before the new ones that each query token sees, [B, Q], or [B, 1] if they are `_alike`.
 
@@ -82,7 +88,7 @@ def _spans(call: DecodeCall | PlanDecode) -> list[Interval]:
         return [Interval(jnp.zeros_like(last)[:, None], last[:, None])]
     visible = Visible.of(call, lengths, call.q_len, call.trailing, call.tree)
     begins, ends = visible.begins, jnp.minimum(visible.ends, last[:, None])
-    shown = call.mask.intervals(visible.queries) if isinstance(call.mask, Intervals) else [Interval(begins, ends)]
+    shown = _shown_by(call).intervals(visible.queries)
     spans = disjoint([Interval(jnp.maximum(a.begin, begins), jnp.minimum(a.end, ends)) for a in shown])
     return [Interval(jnp.clip(begin, 0, jnp.maximum(end, 0)), jnp.maximum(end, 0)) for begin, end in spans]
 
@@ -126,9 +132,7 @@ def _rest(call: DecodeCall) -> Iterator[Results]:
     """Attention to the tokens that no kernel attends to, in float32."""
     attend: Callable[..., Results] = decode_mla if isinstance(call, DecodeMLA) else decode_kv
     size, spans = call.pages.block_size, _spans(call)
-    aligned = call.window is None and (
-        len(spans) == 1 and call.mask.aligned(size) if isinstance(call.mask, Intervals) else call.mask is None
-    )
+    aligned = call.window is None and len(spans) == 1 and _shown_by(call).aligned(size)
     for begin, end in [] if aligned else spans:
         positions = begin[..., None] + jnp.arange(size, dtype=jnp.int32)
         seen = positions < jnp.minimum(-(-begin // size) * size, end)[..., None]
