@@ -43,7 +43,8 @@ def second_part(place, buffer, layer, slot, head, PAGES: tl.constexpr, SECOND: t
     They begin SECOND elements later or, if SECOND is None, where the strides of values put them.
     """
     if SECOND is None:
-        found = token_address(buffer, layer, slot, head, PAGES.values).to(place.dtype)
+        VALUES: tl.constexpr = PAGES.values
+        found = token_address(buffer, layer, slot, head, VALUES).to(place.dtype)
     else:
         found = place + tl.full((), SECOND, tl.int64)
     return found

@@ -32,7 +32,7 @@ def read_rows(buffer, pages, blocks):
     parts, known = _moved(pages), jnp.where(valid, blocks, 0)
     arrays = arrays_of(buffer, len(parts))
     found = [read_entries(x, moved, **_grid(moved, known)) for x, moved in zip(arrays, parts, strict=True)]
-    rows = jnp.concatenate([entries.reshape(blocks.size, -1) for entries in found], axis=1)
+    rows = jnp.concatenate([entries.reshape(blocks.size, prod(entries.shape[1:])) for entries in found], axis=1)
     return jnp.where(valid[:, None], rows, 0)
 
 

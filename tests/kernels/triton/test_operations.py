@@ -18,7 +18,7 @@ from jaxkv_kernels.hot_rows import HotMap
 from jaxkv_kernels.triton import available
 from jaxkv_kernels.triton.kernels import Triton
 from jaxkv_kernels.triton.tiled import is_tiled
-from support import kernels
+from support import kernels, scenes
 from support.available import assume_available
 from support.triton.builds import SHARED, builds, builds_of, in_turn, without_a_gpu
 from support.triton.runs import compiles, lowers
@@ -59,6 +59,26 @@ def test_compiles_within_the_gpus_limits(sample, capability):
     for built in builds(capability, function, *args, **kwargs):
         assert built.shared <= SHARED[capability] * 1024, built.name
         assert built.stack == 0, f"{built.name} spills {built.stack} bytes per thread, with {built.registers} registers"
+
+
+@compiles
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int8", "nvfp4"])
+@pytest.mark.parametrize("name", ["values before keys", "values with strides of their own"])
+def test_keys_and_values_that_lie_apart_compile(name, form):
+    entry = jaxkv.KVEntry(form, 128, 64)
+    layout = scenes.apart(entry, name, num_heads=8)
+    cache, tables = jaxkv.KVCache(shape(layout.size, dtype=layout.dtype), layout), shape(4, 9)
+    scales = dict.fromkeys(("k_scale", "v_scale"), 1.0) if entry.codec.scaled else {}
+    q = shape(4, 1, 32, 128, dtype="bfloat16")
+    new = [shape(4, 8, n, dtype="bfloat16") for n in entry.sizes]
+    calls = [(jaxkv.decode_kv, (q, cache, tables, shape(4)), {"scale": 1.0, **scales})]
+    if form in ("bf16", "fp8"):
+        calls.append((jaxkv.write_kv, (cache, *new, shape(4)), scales))
+        gathered = {"total": 64, "dtype": "bfloat16", **scales}
+        calls.append((jaxkv.gather_kv, (cache, tables, shape(5)), gathered))
+    for function, args, options in calls:
+        for built in builds(90, function, *args, layer=0, **options):
+            assert built.shared <= SHARED[90] * 1024, built.name
 
 
 @compiles
