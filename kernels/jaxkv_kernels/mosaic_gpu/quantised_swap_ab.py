@@ -228,8 +228,10 @@ def mla_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
 def gqa_reasons(call: DecodeCall | PlanDecode, rows: int, most_rows: int) -> Iterator[str]:
     """Reasons against attending to the keys and values of this call with `rows` query rows per KV head."""
     yield from apart(call.pages, call.entry)
-    if not {*call.entry.sizes} <= {128, 256}:
-        yield f"{values_of(call.entry)}: supports 128 and 256 of each, if quantised"
+    # TMA copies whole entries of 64 + 64 values, in multiples of 16 bytes; those of `nvfp4` have 72.
+    narrow = call.entry.sizes == (KEY_GROUP, KEY_GROUP) and call.entry.nbytes % 16 == 0
+    if not narrow and not {*call.entry.sizes} <= {128, 256}:
+        yield f"{values_of(call.entry)}: supports 128 and 256 of each, if quantised, and 64 + 64 of fp8 and int8"
     if rows > most_rows:
         yield (
             f"query tokens x heads of {rows} per KV head: supports up to {most_rows} with entries of "

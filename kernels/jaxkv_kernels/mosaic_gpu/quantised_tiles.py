@@ -456,8 +456,13 @@ class KVTiles(Tiles):
 
     @property
     def value_groups(self):
-        """The groups of 128 columns of a head's values."""
-        return self.entry.value_dim // GROUP
+        """The groups of 128 columns of a head's values.  Narrow values fill half of one."""
+        return -(-self.entry.value_dim // GROUP)
+
+    @property
+    def narrow(self) -> bool:
+        """Whether keys and values have 64 columns each.  An operand of values then has every column twice."""
+        return self.entry.value_dim < GROUP
 
     def stages(self, most, consumers):
         """How many tiles fit in shared memory."""
@@ -473,22 +478,30 @@ class KVTiles(Tiles):
 
 
 class HeadTiles(KVTiles):
-    """Tiles of `fp8` entries: two references, keys uint8 [stages, 64, D] and values [stages, 64, Dv]."""
+    """Tiles of `fp8` entries: two references, keys uint8 [stages, 64, D] and values [stages, 64, Dv].
+
+    Of narrow entries, there is one reference, uint8 [stages, 64, 128], to keys and values side by side.
+    """
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Columns of the references."""
+        return (self.entry.nbytes,) if self.narrow else self.entry.sizes
 
     def raw_types(self, stages: int):
         """The types of the shared memory for keys and values."""
-        return tuple(swizzled(stages, TILE, width, dtype=jnp.uint8) for width in self.entry.sizes)
+        return tuple(swizzled(stages, TILE, width, dtype=jnp.uint8) for width in self._widths)
 
     def copies(self, pages) -> int:
-        """The number of copies that fetch a tile: two per block that it lies in."""
-        return 2 * copies_per_tile(pages)
+        """The number of copies that fetch a tile: one per reference and block that it lies in."""
+        return len(self._widths) * copies_per_tile(pages)
 
     def parts(self, raw, stage, full):
-        """The keys and the values of an entry: two ranges of its columns, which are copied separately."""
-        firsts = (0, self.entry.head_dim)
+        """The keys and the values of an entry: two ranges of its columns, which are copied separately, or one."""
+        firsts = (0, self.entry.head_dim)[: len(raw)]
         return tuple(
             Columns(first, width, ref.at[stage], full)
-            for ref, first, width in zip(raw, firsts, self.entry.sizes, strict=True)
+            for ref, first, width in zip(raw, firsts, self._widths, strict=True)
         )
 
     def load_keys(self, raw, stage, group):
@@ -497,27 +510,27 @@ class HeadTiles(KVTiles):
 
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = loads.load_head_keys(ref, stage.registers.item(), self.entry.head_dim, group)
+            found = loads.load_head_keys(ref, stage.registers.item(), self._widths[0], group)
             return array(found, held.layout)
 
         return load(raw[0], stage)
 
     def load_values(self, raw, stage, step):
-        """Loads the values of 16 tokens, from the second reference of `raw`."""
+        """Loads the values of 16 tokens, from the last reference of `raw`."""
 
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR), return_type=self._values)
         def load(_, ref, stage):
-            found = loads.load_head_values(ref, stage.registers.item(), self.entry.value_dim, step)
+            found = loads.load_head_values(ref, stage.registers.item(), self._widths[-1], step, narrow=self.narrow)
             return array(found, self._values.layout)
 
-        return load(raw[1], stage)
+        return load(raw[-1], stage)
 
     def _clear_token(self, raw, stage, row):
         @plgpu.inline_mgpu(arg_types=(SWIZZLED, SCALAR, SCALAR))
         def clear(_, ref, stage, row):
-            stores.clear_head_values(ref, stage.registers.item(), self.entry.value_dim, row.registers.item())
+            stores.clear_head_values(ref, stage.registers.item(), self._widths[-1], row.registers.item())
 
-        clear(raw[1], stage, row)
+        clear(raw[-1], stage, row)
 
 
 class RowTiles(KVTiles):
@@ -592,7 +605,7 @@ class Int8Tiles(RowTiles):
         def load(_, ref, stage):
             found = loads.load_of_tokens(
                 ref, stage.registers.item(), self.entry.nbytes, step,
-                offset=self.values_at, groups=self.value_groups, swapped=False,
+                offset=self.values_at, groups=self.value_groups, swapped=False, narrow=self.narrow,
             )  # fmt: skip
             return array(found, self._values.layout)
 

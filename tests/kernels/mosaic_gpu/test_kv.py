@@ -29,7 +29,7 @@ class Mosaic:
     head_dim, value_dim = 128, 64
     exact = "bf16"
     gaps = (
-        "entries of",  # float32 has no wgmma; quantised heads are of 128 or 256 values
+        "entries of",  # float32 has no wgmma; quantised heads are of 64, 128 or 256 values
         "query tokens x heads",  # quantised entries with more than 16 rows per head
         "`q` of",  # queries of another dtype than the entries
         "blocks of",  # TMA tiles are of whole 16-token pages
@@ -111,12 +111,21 @@ class TestLargeHeads(Mosaic, suites.DecodeKVChecks):
     test_equals_the_packed_cache_and_the_oracle = suites.DecodeKV.test_equals_the_packed_cache_and_the_oracle
 
 
+@on_hopper
+class TestNarrowHeads(Mosaic, suites.DecodeKVChecks):
+    """The same in the smallest sizes that quantised entries have."""
+
+    head_dim, value_dim = 64, 64
+    test_equals_the_packed_cache_and_the_oracle = suites.DecodeKV.test_equals_the_packed_cache_and_the_oracle
+
+
 WIDE = [("int8", (256, 256)), ("int8", (256, 128)), ("int8", (128, 256)), ("nvfp4", (256, 256))]
-"""Sizes of large heads whose entries are multiples of 16 bytes, by format."""
+NARROW = [("fp8", (64, 64)), ("int8", (64, 64))]
+"""Sizes of large and of small heads whose entries are multiples of 16 bytes, by format."""
 
 
 @on_hopper
-@pytest.mark.parametrize(("form", "sizes"), WIDE)
+@pytest.mark.parametrize(("form", "sizes"), [*WIDE, *NARROW])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 def test_sizes_of_quantised_heads(form, sizes, block_size):
     suite = TestDecodeKV()
@@ -180,6 +189,13 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     def test_few_rows_of_quantised_entries(self, form, layout, monkeypatch):
         monkeypatch.setattr(self, "value_dim", 128)
         self.case((0, 130), 2, 2, 2, form=form, layout=layout, block_size=16, window=70)
+
+    @pytest.mark.ci
+    @pytest.mark.parametrize("form", ["fp8", "int8"])
+    def test_few_rows_of_narrow_heads(self, form, monkeypatch):
+        monkeypatch.setattr(self, "head_dim", 64)
+        monkeypatch.setattr(self, "value_dim", 64)
+        self.case((0, 130), 2, 2, 2, form=form, layout="LBHNC", block_size=16, window=70)
 
     @pytest.mark.parametrize("consumers", [slow(2), 4])
     def test_any_number_of_consumers_computes_the_same(self, consumers, monkeypatch):
@@ -260,10 +276,11 @@ CASES = [
 
 
 SMALL, LARGE = ((128, 128), 8, 8, 2, 16, {"window": 100}), ((256, 128), 2, 5, 1, 256, {"logit_cap": 30.0})
-LARGEST = ((256, 256), 2, 5, 1, 256, {})
+LARGEST, SMALLEST = ((256, 256), 2, 5, 1, 256, {}), ((64, 64), 8, 8, 1, 64, {})
 QUANTISED = [
     *(further("fp8", SMALL), further("fp8", LARGE), further("int8", SMALL), ("int8", LARGE)),
     *map(further, ("nvfp4", "nvfp4"), (SMALL, LARGEST)),
+    *map(further, ("fp8", "int8"), (SMALLEST, SMALLEST)),
 ]
 """The same by format."""
 

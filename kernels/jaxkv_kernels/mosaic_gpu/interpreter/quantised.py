@@ -130,10 +130,15 @@ class InterpretedHeads(Interpreted, HeadTiles):
         return raw[0][stage]
 
     def _value_bytes(self, raw, stage):
-        return raw[1][stage]
+        return _filled(raw[-1][stage][:, -self.entry.value_dim :])
 
     def _clear_token(self, raw, stage, row):
-        raw[1][stage, row] = jnp.zeros(self.entry.value_dim, jnp.uint8)
+        raw[-1][stage, row] = jnp.zeros(self._widths[-1], jnp.uint8)
+
+
+def _filled(values):
+    """Values [64, columns], twice if they are narrow."""
+    return jnp.tile(values, (1, 2)) if values.shape[1] < GROUP else values
 
 
 class InterpretedRowTiles(Interpreted, RowTiles):
@@ -144,7 +149,7 @@ class InterpretedRowTiles(Interpreted, RowTiles):
         return entries.reshape(TILE, self.entry.nbytes)
 
     def _value_bytes(self, raw, stage):
-        return self._keys(raw, stage)[:, self.values_at : self.scales_at]
+        return _filled(self._keys(raw, stage)[:, self.values_at : self.scales_at])
 
     def _clear_token(self, raw, stage, row):
         raw[0][stage, row] = jnp.zeros(self.entry.nbytes // 4, jnp.uint32)

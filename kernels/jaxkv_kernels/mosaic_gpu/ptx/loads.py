@@ -58,16 +58,17 @@ def load_scales(ref, stage, nbytes: int, offset: int, layout, count: int) -> lis
 
 
 def load_of_tokens(
-    ref, stage, nbytes: int, step: int, *, offset: int = 0, groups: int, swapped: bool
+    ref, stage, nbytes: int, step: int, *, offset: int = 0, groups: int, swapped: bool, narrow: bool = False
 ) -> list[list[ir.Value]]:
     """Loads values: per 128 columns, a word (four values) of each of tokens 16 `step` + 2 `quad` + {0, 1, 8, 9}.
 
     They begin at byte `offset` of an entry.  `swapped`: odd quads load the second token of a pair first, which halves
-    the bank conflicts of 576-byte entries.
+    the bank conflicts of 576-byte entries.  `narrow`: values have 64 columns, which the last two warps load again.
     """
     lane = Lane()
+    warp = arith.andi(lane.warp, c32(1)) if narrow else lane.warp
     token = arith.addi(arith.shli(lane.quad, c32(1)), c32(16 * step))
-    column = arith.addi(arith.shli(lane.warp, c32(5)), arith.shli(lane.row, c32(2)))
+    column = arith.addi(arith.shli(warp, c32(5)), arith.shli(lane.row, c32(2)))
     first = arith.addi(arith.muli(token, c32(nbytes)), column)
     odd = arith.muli(arith.andi(lane.quad, c32(1)), c32(nbytes if swapped else 0))
     starts = [in_stage(ref, stage, nbytes, arith.addi(first, odd))]
@@ -91,13 +92,15 @@ def load_head_keys(ref, stage, width: int, group: int) -> list[tuple[ir.Value, .
     ]
 
 
-def load_head_values(ref, stage, width: int, step: int) -> list[list[ir.Value]]:
+def load_head_values(ref, stage, width: int, step: int, *, narrow: bool) -> list[list[ir.Value]]:
     """Loads swizzled values: per 128 columns, one word (four values) from each of four tokens.
 
-    They are the tokens that `load_of_tokens` loads, for the same `step`.
+    They are the tokens that `load_of_tokens` loads, for the same `step`.  `narrow`: values are the last 64 of 128
+    columns, which the last two warps load again.
     """
     lane = Lane()
-    chunk = arith.addi(arith.shli(lane.warp, c32(1)), arith.shrui(lane.row, c32(2)))
+    warp = arith.addi(arith.andi(lane.warp, c32(1)), c32(2)) if narrow else lane.warp
+    chunk = arith.addi(arith.shli(warp, c32(1)), arith.shrui(lane.row, c32(2)))
     byte = arith.shli(arith.andi(lane.row, c32(3)), c32(2))
     starts = []
     for odd in range(2):
