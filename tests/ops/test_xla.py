@@ -43,14 +43,6 @@ class TestKVWindowsOfBothSides(suites.KVWindowsOfBothSides):
     implementation = "xla"
 
 
-class TestMLACombinations(suites.MLACombinations):
-    implementation = "xla"
-
-
-class TestKVCombinations(suites.KVCombinations):
-    implementation = "xla"
-
-
 class TestDecodeMLASparse(suites.DecodeMLASparse):
     implementation = "xla"
 
@@ -91,6 +83,14 @@ class TestRouting(suites.Routing):
 
 
 class TestLinear(suites.Linear):
+    implementation = "xla"
+
+
+class TestMLACombinations(suites.MLACombinations):
+    implementation = "xla"
+
+
+class TestKVCombinations(suites.KVCombinations):
     implementation = "xla"
 
 
