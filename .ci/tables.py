@@ -23,6 +23,7 @@ READMES = (
     ROOT / "jaxkv" / "ops" / "README.md",
 )
 ACCURACY = ROOT / "notebooks" / "accuracy" / "entry_formats.json"
+QUERIES = ACCURACY.with_name("query_formats.json")
 
 
 def accuracy_table() -> str:
@@ -39,7 +40,26 @@ def accuracy_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"matrix": support_matrix, "formats": format_table, "accuracy": accuracy_table, "features": features.table}
+def query_table() -> str:
+    """A Markdown table of what `notebooks/accuracy/query_formats.py` measured: a column per format of queries."""
+    rows = json.loads(QUERIES.read_text())["rows"]
+    forms = list(dict.fromkeys(row["queries"] for row in rows))
+    names = " | ".join(f"queries in {form}" for form in forms)
+    lines = [f"| entries | format | {names} |", "|---" * (2 + len(forms)) + "|"]
+    for entries, format in dict.fromkeys((row["entries"], row["format"]) for row in rows):
+        own = {row["queries"]: row for row in rows if (row["entries"], row["format"]) == (entries, format)}
+        cells = [f"{own[form]['error_median']:.1e}, {own[form]['error_largest']:.1e}" for form in forms]
+        lines.append(f"| {entries} | `{format}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "matrix": support_matrix,
+    "formats": format_table,
+    "accuracy": accuracy_table,
+    "queries": query_table,
+    "features": features.table,
+}
 
 
 def main() -> None:

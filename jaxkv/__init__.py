@@ -10,7 +10,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
     out = decode_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer=5, scale=192**-0.5)
 
 - **New tokens**: `write_mla`, `write_kv`, `write_indexer_k` store them; `gather_mla`, `gather_kv`, `gather_indexer_k`
-  read them back, and `gather_entries` reads their bytes; `read_mla`, `read_kv`, `read_indexer_k` read them by slot.
+  read them back; `write_entries` and `gather_entries` do so with the bytes of entries; `read_mla`, `read_kv`,
+  `read_indexer_k` read them by slot.
 - **Attention**: `decode_mla`, `decode_kv`, and `plan_decode`, which schedules a step once for all layers;
   `prefill_mla`, `prefill_kv`, for many new tokens; `decode_mla_sparse`, to slots of one cache or, with `ExtraCache`, of
   two; the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and `select_slots`, which runs them on
@@ -21,13 +22,15 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`;
   `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight.
 - **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
-- **Block tables**: `block_tables_from_csr` makes them from FlashInfer's `paged_kv_indptr` and `paged_kv_indices`.
+- **Pages of other libraries**: `block_tables_from_csr` makes block tables from FlashInfer's `paged_kv_indptr` and
+  `paged_kv_indices`; `swizzle_scales` permutes the NVFP4 scales of vLLM's pages.
 - **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`,
   `StateEntry`.  `TokenShards` defines which tokens of a request each of several devices' caches has.
 - **Diagnosis**: `explain` reports which implementations support a call, and why others do not; `checked` raises
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
 `jaxkv.blocks` allocates blocks inside `jit`, with sharing and copy on write: for beam search and best-of-n.
+`jaxkv.masks` has masks of attention by position that all implementations support.
 `jaxkv.models` has language models built on these operations, and `jaxkv.serving` the engine that serves them.
 `jaxkv.offload` stores blocks in host memory and on disk.  `jaxkv.parallel` has recipes for several devices.
 """
@@ -58,10 +61,11 @@ from jaxkv.ops.prefill import prefill_kv, prefill_mla
 from jaxkv.ops.products import grouped_swiglu, scaled_linear
 from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.routing import select_experts
+from jaxkv.ops.scales import swizzle_scales
 from jaxkv.ops.slots import ragged_slots, slots_for
 from jaxkv.ops.sparse import ExtraCache, decode_mla_sparse
 from jaxkv.ops.states import read_state, write_state
-from jaxkv.ops.writes import write_indexer_k, write_kv, write_mla
+from jaxkv.ops.writes import write_entries, write_indexer_k, write_kv, write_mla
 from jaxkv.support import Explanation, explain
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
@@ -72,6 +76,7 @@ __all__ = [  # noqa: RUF022 (the order of the API reference)
     "write_mla",
     "write_kv",
     "write_indexer_k",
+    "write_entries",
     "gather_mla",
     "gather_kv",
     "gather_indexer_k",
@@ -111,8 +116,9 @@ __all__ = [  # noqa: RUF022 (the order of the API reference)
     # Slots
     "slots_for",
     "ragged_slots",
-    # Block tables
+    # Pages of other libraries
     "block_tables_from_csr",
+    "swizzle_scales",
     # Caches
     "KVCache",
     "CacheLayout",

@@ -71,10 +71,15 @@ def inputs(workload: Workload) -> tuple[Varying, Shared]:
 
 
 def random_values(shapes: Shapes, rng: np.random.Generator) -> tuple[jax.Array, ...]:
-    """Normal values."""
+    """Normal values, or random bytes."""
+
     # Drawn on the host, because a device would compile a program for every shape.
-    drawn = [rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype)) for shape, dtype in shapes]
-    return tuple(map(jnp.asarray, drawn))
+    def drawn(shape, dtype):
+        if dtype == "uint8":
+            return rng.integers(0, 256, shape, np.uint8)
+        return rng.standard_normal(shape, np.float32).astype(jnp.dtype(dtype))
+
+    return tuple(jnp.asarray(drawn(*each)) for each in shapes)
 
 
 def _requests(workload: Workload, rng: np.random.Generator) -> Requests:

@@ -299,6 +299,21 @@ class Write(Workload):
         return self.entries * (self.entry.nbytes + 2 * sum(self.entry.sizes) + angles)
 
 
+class WriteEntries(Write):
+    """Stores the bytes of the tokens of all requests."""
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shape and dtype of the bytes."""
+        heads = () if self.entry.one_head else (self.kv_heads,)
+        return [((int(self.lengths.sum()), *heads, self.entry.nbytes), "uint8")]
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of the entries, read and written."""
+        return 2 * self.entries * self.entry.nbytes
+
+
 class Gather(Workload):
     """Reads the tokens of all requests."""
 
@@ -772,6 +787,7 @@ FAMILIES: dict[str, type[Workload]] = {
     "write_mla": Write,
     "write_kv": Write,
     "write_indexer_k": Write,
+    "write_entries": WriteEntries,
     "gather_mla": Gather,
     "gather_kv": Gather,
     "gather_indexer_k": Gather,

@@ -8,12 +8,23 @@ from jax.typing import ArrayLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.checks import Dims, check_cache, computed, entry_scale, int32, layer_index, mla_dims, static_bool
+from jaxkv.checks import (
+    FLOATS,
+    Dims,
+    check_cache,
+    computed,
+    describe,
+    entry_scale,
+    int32,
+    layer_index,
+    mla_dims,
+    static_bool,
+)
 from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import TOKENS, array, sample_new, sample_options
 from jaxkv_kernels import calls
-from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.rotary import rotated
 
 
@@ -33,12 +44,14 @@ def write_mla(
 
     Args:
       cache: a cache of `MLAEntry`.
-      kv_c: float [T, R], latents after their norm.
+      kv_c: float [T, R], latents after their norm.  Into format `fp8`, latents and rotary keys that are already e4m3
+        (float8_e4m3fn; in `fp8_e5m2`, float8_e5m2) are stored as they are, without `kv_scale`.
       k_pe: float [T, P], rotary keys after RoPE, or before it if `cos_sin` is passed.
       slot_mapping: int32 [T], the slot of each token.  Tokens whose slot is negative or past the cache are skipped.  If
         two tokens have the same slot, it may hold a mixture of both entries afterwards.
       layer: int, or traced int32 scalar.  A traced layer outside the cache writes nothing.
-      kv_scale: float scalar, required by format `fp8` and rejected by the others; stored = value / kv_scale.
+      kv_scale: float scalar, required by format `fp8` for float values, and rejected otherwise; stored = value /
+        kv_scale.
       cos_sin: float32 [T, P], the cosines and then the sines of P / 2 angles per token, by which the pairs of values of
         `k_pe` are rotated.  Products and sums are float32, and are rounded to the dtype of `k_pe`; their last bit may
         differ between devices.  The result is stored as without `cos_sin`.
@@ -54,10 +67,13 @@ def write_mla(
     """
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
-    kv_c, k_pe = dims.check("kv_c", kv_c, "T R"), dims.check("k_pe", k_pe, "T P")
+    dtypes = _dtypes(cache)
+    kv_c, k_pe = dims.check("kv_c", kv_c, "T R", dtypes), dims.check("k_pe", k_pe, "T P", dtypes)
     cos_sin, interleaved = _checked_rotation(cos_sin, interleaved, dims, "P")
-    kv_scale = entry_scale("kv_scale", kv_scale, cache)
     slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
+    if _quantised({"kv_c": kv_c, "k_pe": k_pe}, {"kv_scale": kv_scale, "cos_sin": cos_sin}):
+        return _written(cache, (kv_c, k_pe), slots, layer, implementation)
+    kv_scale = entry_scale("kv_scale", kv_scale, cache)
     call = calls.WriteMLA(
         **entries_of(cache), kv_c=kv_c, k_pe=k_pe, slot_mapping=slots, layer=layer, kv_scale=kv_scale, cos_sin=cos_sin,
         interleaved=interleaved,
@@ -82,11 +98,14 @@ def write_kv(
 
     Args:
       cache: a cache of `KVEntry`.
-      k: float [T, H, D], after RoPE, or before it if `cos_sin` is passed.
+      k: float [T, H, D], after RoPE, or before it if `cos_sin` is passed.  Into format `fp8`, keys and values that are
+        already e4m3 (float8_e4m3fn; in `fp8_e5m2`, float8_e5m2) are stored as they are, without scales.
       v: float [T, H, Dv].
       slot_mapping: int32 [T], as in `write_mla`.
       layer: int, or traced int32 scalar, as in `write_mla`.
-      k_scale: float scalar or [H], required by format `fp8` and rejected by the others; stored = value / k_scale.
+      k_scale: float scalar, [H] or [num_blocks, block_size, H], required by format `fp8` for float values, and rejected
+        otherwise; stored = value / k_scale.  The last form is that of `decode_kv`: the scales at `slot_mapping` are
+        used.
       v_scale: the same for v; stored = value / v_scale.
       cos_sin: float32 [T, D], the cosines and then the sines of D / 2 angles per token, by which the pairs of values of
         each head of `k` are rotated, as in `write_mla`.  All D values are rotated; rotate keys of which only some are
@@ -108,11 +127,14 @@ def write_kv(
         D=(entry.sizes[0], "the entry's head_dim"),
         Dv=(entry.sizes[1], "the entry's value_dim"),
     )
-    k, v = dims.check("k", k, "T H D"), dims.check("v", v, "T H Dv")
+    dtypes = _dtypes(cache)
+    k, v = dims.check("k", k, "T H D", dtypes), dims.check("v", v, "T H Dv", dtypes)
     cos_sin, interleaved = _checked_rotation(cos_sin, interleaved, dims, "D")
+    slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
+    if _quantised({"k": k, "v": v}, {"k_scale": k_scale, "v_scale": v_scale, "cos_sin": cos_sin}):
+        return _written(cache, (k, v), slots, layer, implementation)
     k_scale = entry_scale("k_scale", k_scale, cache, heads=True)
     v_scale = entry_scale("v_scale", v_scale, cache, heads=True)
-    slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
     keys = k if cos_sin is None else computed(partial(_rotated_heads, interleaved=interleaved), k, cos_sin)
     call = calls.WriteKV(
         **entries_of(cache), k=keys, v=v, slot_mapping=slots, layer=layer, k_scale=k_scale, v_scale=v_scale
@@ -150,6 +172,75 @@ def write_indexer_k(
     k = dims.check("k", k, "T D")
     slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
     call = calls.WriteIndexerK(**entries_of(cache), k=k, slot_mapping=slots, layer=layer)
+    return KVCache(run(call, implementation), cache.layout)
+
+
+def write_entries[E: Entry](
+    cache: KVCache[E],
+    entries: ArrayLike,
+    slot_mapping: ArrayLike,
+    *,
+    layer: ArrayLike,
+    implementation: Implementations | None = None,
+) -> KVCache[E]:
+    """Stores the bytes of entries that are already encoded: the counterpart of `gather_entries`.
+
+    `entry.pack` makes such bytes of arrays that another library stores separately, such as quantised values and their
+    scales.
+
+    Args:
+      cache: a cache.
+      entries: uint8 [T, nbytes], or [T, H, nbytes] for a cache of `KVEntry`: the bytes of each entry, its parts in the
+        order of the format, also if pages are split or keys and values lie apart.  They are not checked.
+      slot_mapping: int32 [T], as in `write_mla`.
+      layer: int, or traced int32 scalar, as in `write_mla`.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
+
+    Returns:
+      The cache with T entries (per head) stored and every other byte as it was; updated in place if `cache` is donated.
+
+    Raises:
+      ValueError: a shape, dtype or static layer is wrong.
+    """
+    entry = check_cache(cache, Entry)
+    dims = Dims(H=(cache.layout.num_heads, "the cache's heads"), W=(entry.nbytes, "the bytes of an entry"))
+    rows = dims.check("entries", entries, "T W" if entry.one_head else "T H W", ("uint8",))
+    slots, layer = checked_slots("slot_mapping", slot_mapping, layer, cache, dims)
+    call = calls.WriteEntries(**entries_of(cache), rows=rows, slot_mapping=slots, layer=layer)
+    return KVCache(run(call, implementation), cache.layout)
+
+
+def _dtypes(cache: KVCache) -> tuple[str, ...]:
+    """The dtypes of new values: floats, and the one in which the cache stores all values."""
+    stored = cache.layout.entry.values_dtype
+    return FLOATS if stored is None or str(stored) in FLOATS else (*FLOATS, str(stored))
+
+
+def _quantised(values: dict[str, Any], options: dict[str, Any]) -> bool:
+    """Whether new values are stored as they are; ValueError if only one is, or if `options` would change them."""
+    found = {name: str(value.dtype) not in FLOATS for name, value in values.items()}
+    if any(found.values()):
+        (first, second), given = values, [name for name, option in options.items() if option is not None]
+        if not all(found.values()):
+            raise ValueError(
+                f"`{first}` has dtype {values[first].dtype} and `{second}` has dtype {values[second].dtype}: expected "
+                "both to be quantised, or neither"
+            )
+        if given:
+            raise ValueError(
+                f"`{given[0]}` is {describe(options[given[0]])}: expected None, as `{first}` and `{second}` are "
+                f"{values[first].dtype} and are stored as they are"
+            )
+    return any(found.values())
+
+
+def _written[E: Entry](
+    cache: KVCache[E], values: tuple[jax.Array, ...], slots: jax.Array, layer: jax.Array, implementation
+) -> KVCache[E]:
+    """The cache with values stored as they are, one array after the other in each entry."""
+    entry = cache.layout.entry
+    rows = computed(lambda *values: entry.pack(dict(zip(entry.named_sizes, values, strict=True))), *values)
+    call = calls.WriteEntries(**entries_of(cache), rows=rows, slot_mapping=slots, layer=layer)
     return KVCache(run(call, implementation), cache.layout)
 
 
@@ -198,8 +289,15 @@ def _sample(*scales):
     return lambda cache: ((cache, *sample_new(cache), array("int32", TOKENS)), sample_options(cache, *scales))
 
 
+def _sample_entries(cache):
+    heads = () if cache.layout.entry.one_head else (cache.layout.num_heads,)
+    rows = array("uint8", TOKENS, *heads, cache.layout.entry.nbytes)
+    return (cache, rows, array("int32", TOKENS)), {"layer": 0}
+
+
 OPERATIONS = (
     Operation(write_mla, _sample("kv_scale"), entries=(MLAEntry,)),
     Operation(write_kv, _sample("k_scale", "v_scale"), entries=(KVEntry,)),
     Operation(write_indexer_k, _sample(), entries=(IndexerEntry,)),
+    Operation(write_entries, _sample_entries, entries=(MLAEntry, KVEntry, IndexerEntry)),
 )

@@ -39,7 +39,7 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
 
     def normal(key, shapes):
         keys = jax.random.split(key, len(shapes))
-        return [_rounded(jax.random.normal(k, shape), dtype) for k, (shape, dtype) in zip(keys, shapes, strict=True)]
+        return [_random(k, shape, dtype) for k, (shape, dtype) in zip(keys, shapes, strict=True)]
 
     def reading(key, draw: Draw, where: AddressMap, layer, twin_layer):
         nan = np.asarray(np.iinfo(bits).max, bits)
@@ -84,7 +84,10 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
                 magnitude=size,
                 floor=size - 1,
             ),
-            excess(found[1], expected[1], roundings=64, dtype="float32", magnitude=scores, floor=scores),
+            *(
+                excess(*pair, roundings=64, dtype="float32", magnitude=scores, floor=scores)
+                for pair in zip(found[1:], expected[1:], strict=True)
+            ),
         ]
 
     def writing(key, draw: Draw, where: AddressMap, layer, twin_layer):
@@ -122,6 +125,11 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
         return jnp.stack(check(key, draw, where, layer, twin_layer))
 
     return run
+
+
+def _random(key, shape: tuple[int, ...], dtype) -> jax.Array:
+    """Normal values, or random bytes if `dtype` is uint8."""
+    return jax.random.bits(key, shape, dtype) if dtype == "uint8" else _rounded(jax.random.normal(key, shape), dtype)
 
 
 def _rounded(x: jax.Array, dtype) -> jax.Array:

@@ -3,7 +3,7 @@
 import numpy as np
 
 import jaxkv
-from jaxkv.testing.case import PER_HEAD, Case, Index, Shapes
+from jaxkv.testing.case import SCALES, Case, Index, Shapes
 from jaxkv.testing.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
 from jaxkv.testing.layouts import pick
 
@@ -27,16 +27,21 @@ ROTATED = "cos_sin"
 
 
 class RotatedWrite(Write):
-    """Stores latents, or keys and values; some of these writes rotate the rotary keys or the keys."""
+    """Stores latents, or keys and values; some of these writes rotate the rotary keys or the keys.
+
+    Some values of formats `fp8` and `fp8_e5m2` already have the dtype in which they are stored.
+    """
 
     @classmethod
     def optional(cls):
         """`cos_sin`, by which keys are rotated."""
-        return (ROTATED, PER_HEAD)
+        return (ROTATED, *SCALES)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
         """The option `interleaved`, of writes that rotate keys; only pairs of values can be rotated."""
+        if layout.entry.codec.scaled and layout.entry.values_dtype is not None and not rng.integers(3):
+            return {"dtype": layout.entry.values_dtype, "extras": ()}
         rotary, interleaved = _rotary(layout.entry), bool(rng.integers(2))
         if not rotary or rotary % 2:
             return {"extras": tuple(name for name in fields["extras"] if name != ROTATED)}
@@ -50,10 +55,28 @@ class RotatedWrite(Write):
             keywords[ROTATED] = rng.choice([0, 1, -1, 0.5, -0.25], shape).astype(np.float32)
         return index, keywords
 
+    def _scales(self, rng):
+        return {} if self.dtype == self.layout.entry.values_dtype else super()._scales(rng)
+
 
 def _rotary(entry) -> int:
     """How many values of a token or head a write can rotate: those of a rotary part, or of a key."""
     return entry.sizes[0 if isinstance(entry, jaxkv.KVEntry) else 1]
+
+
+class WriteEntries(Write):
+    """Stores the bytes of entries."""
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shape and dtype of the bytes."""
+        layout = self.layout
+        heads = () if layout.entry.one_head else (layout.num_heads,)
+        return [((self.count, *heads, layout.entry.nbytes), "uint8")]
+
+    def arguments(self, cache, values, draw, layer):
+        """Those of a write, without scales."""
+        return super().arguments(cache, values, draw._replace(scales={}), layer)
 
 
 class WriteState(Write):
@@ -91,7 +114,7 @@ class Gather(Case):
     @classmethod
     def optional(cls):
         """`seq_starts`: the position at which each run starts."""
-        return ("seq_starts", PER_HEAD)
+        return ("seq_starts", *SCALES)
 
     @classmethod
     def sizes(cls, rng, layout, fields):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.testing.buffers import address_map, entry_bytes, to_bytes, to_cache
+from jaxkv.testing.buffers import address_map, get_entries, set_entries, to_bytes, to_cache
 
 LENGTHS = (0, 1, 63, 64, 65, 190)
 BLOCKS, BLOCK_SIZE, LAYERS, LAYER = 12, 64, 3, 1
@@ -74,7 +74,7 @@ def verify(entry, implementation: str) -> Iterator[Outcome]:
         noise = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
         twin_layout = layouts["LBNHC"]  # whose compiled programs the twin shares
         quiet = np.zeros(twin_layout.nbytes, np.uint8)
-        entry_bytes(twin_layout, quiet)[LAYER] = entry_bytes(layout, noise)[LAYER]
+        set_entries(twin_layout, quiet, LAYER, get_entries(layout, noise, LAYER))
         cache, twin, unwritten = to_cache(layout, noise), to_cache(twin_layout, quiet), None
         for operation, call in calls.items():
             try:
@@ -212,10 +212,10 @@ def _bleed(noise: np.ndarray, cache: jaxkv.KVCache, twin: jaxkv.KVCache) -> str:
     The layer that was written must hold the twin's entries, and everything else the random bytes `noise` of before.
     """
     after = to_bytes(cache)
-    if not np.array_equal(entry_bytes(cache.layout, after)[LAYER], entry_bytes(twin.layout, to_bytes(twin))[LAYER]):
+    if not np.array_equal(get_entries(cache.layout, after, LAYER), get_entries(twin.layout, to_bytes(twin), LAYER)):
         return "stored different bytes from the twin"
     restored = after.copy()
-    entry_bytes(cache.layout, restored)[LAYER] = entry_bytes(cache.layout, noise)[LAYER]
+    set_entries(cache.layout, restored, LAYER, get_entries(cache.layout, noise, LAYER))
     return "" if np.array_equal(restored, noise) else "changed bytes of other entries"
 
 

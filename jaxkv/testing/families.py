@@ -21,6 +21,7 @@ from jaxkv.testing.entries import (
     RotatedWrite,
     Write,
     WriteBlocks,
+    WriteEntries,
     WriteState,
 )
 from jaxkv.testing.experts import Experts, Linear, Routing
@@ -33,6 +34,7 @@ FAMILIES: dict[str, type[Case]] = {
     "write_mla": RotatedWrite,
     "write_kv": RotatedWrite,
     "write_indexer_k": Write,
+    "write_entries": WriteEntries,
     "gather_mla": Gather,
     "gather_kv": Gather,
     "gather_indexer_k": Gather,

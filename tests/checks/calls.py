@@ -43,11 +43,11 @@ def decode_mla(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, tokens=1, pl
     return jaxkv.decode_mla(*q, cache, ints(tables), ints(lengths), layer=layer, scale=0.3, plan=plan)
 
 
-def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1, causal=True):
+def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1, **masks):
     q = jnp.ones((len(tables), tokens, 2, 8))
     cache = jaxkv.KVCache.zeros(KV) if cache is None else cache
     scales = {"scale": 0.3, "k_scale": 0.1, "v_scale": 0.1}
-    options = {"window": window, "causal": causal, **scales}
+    options = {"window": window, **masks, **scales}
     return jaxkv.decode_kv(q, cache, ints(tables), ints(lengths), layer=layer, **options)
 
 
@@ -76,6 +76,16 @@ def indexer_logits(tables=TABLES, lengths=LENGTHS, layer=0):
     return jaxkv.indexer_logits(q, weights, cache, ints(tables), ints(lengths), layer=layer, max_len=5)
 
 
+def ragged_indexer_logits(tables=TABLES, lengths=LENGTHS, layer=0, cu_q_lens=(0, 1, 3)):
+    q, weights, cache = jnp.ones((3, 2, 8)), jnp.ones((3, 2)), jaxkv.KVCache.zeros(INDEXER)
+    options = {"layer": layer, "max_len": 5, "cu_q_lens": ints(cu_q_lens)}
+    return jaxkv.indexer_logits(q, weights, cache, ints(tables), ints(lengths), **options)
+
+
+def select_topk(lengths=(5, 0)):
+    return jaxkv.select_topk(jnp.ones((2, 5)), 2, lengths=ints(lengths))
+
+
 def gather_mla(tables=TABLES, cu_seq_lens=(0, 7, 10), starts=None, layer=0, total=10):
     starts = None if starts is None else ints(starts)
     cache = jaxkv.KVCache.zeros(MLA)
@@ -91,6 +101,11 @@ def gather_kv(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
 
 def gather_indexer_k(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
     return jaxkv.gather_indexer_k(jaxkv.KVCache.zeros(INDEXER), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
+
+
+def write_entries(slots=(0, 7, -1), layer=0):
+    rows = jnp.zeros((len(slots), MLA.entry.nbytes), jnp.uint8)
+    return jaxkv.write_entries(jaxkv.KVCache.zeros(MLA), rows, ints(slots), layer=layer)
 
 
 def write_state(slots=(0, 7, -1), layer=0):
@@ -145,10 +160,12 @@ OPERATIONS = (
     write_mla,
     write_kv,
     write_indexer_k,
+    write_entries,
     decode_mla,
     decode_kv,
     decode_mla_sparse,
     indexer_logits,
+    select_topk,
     gather_mla,
     gather_kv,
     gather_indexer_k,

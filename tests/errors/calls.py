@@ -115,6 +115,11 @@ def write_indexer_k(a, **changes):
     return call(jaxkv.write_indexer_k, dict(cache=a.indexer, k=a.key, slot_mapping=a.slots, layer=0), changes)
 
 
+def write_entries(a, **changes):
+    given = dict(cache=a.mla, entries=jnp.zeros((5, 24), jnp.uint8), slot_mapping=a.slots, layer=0)
+    return call(jaxkv.write_entries, given, changes)
+
+
 def write_state(a, **changes):
     given = dict(cache=a.states, states={"conv": a.conv, "ssm": a.ssm}, slots=a.slots, layer=0)
     return call(jaxkv.write_state, given, changes)
@@ -132,6 +137,16 @@ def decode_mla(a, **changes):
 def decode_kv(a, **changes):
     given = dict(q=a.q, cache=a.kv, block_tables=a.tables, seq_lens=a.lengths, layer=0, scale=0.1)
     return call(jaxkv.decode_kv, given, changes)
+
+
+def shared(a, **changes):
+    """`decode_mla` with a prefix of all requests."""
+    return decode_mla(a, **{"prefix_tables": a.tables[0], "prefix_lens": a.lengths[0], **changes})
+
+
+def shared_by_some(a, **changes):
+    """`decode_kv` with several prefixes."""
+    return decode_kv(a, **{"prefix_tables": a.tables, "prefix_lens": a.lengths, "prefix_of": a.ids, **changes})
 
 
 def prefill_mla(a, **changes):
@@ -201,6 +216,10 @@ def block_tables_from_csr(a, **changes):
     return call(jaxkv.block_tables_from_csr, dict(**given, block_size=16, max_blocks=3), changes)
 
 
+def swizzle_scales(a, **changes):
+    return call(jaxkv.swizzle_scales, dict(scales=jnp.zeros((2, 3, 8, 4), jnp.uint8)), changes)
+
+
 def merge_states(a, **changes):
     return call(jaxkv.merge_states, dict(outs=a.outs, lses=a.lses), changes)
 
@@ -255,19 +274,22 @@ OF_ANY_CACHE = {
     "copy_blocks": (copy_blocks, "mla", "Entry"),
     "read_blocks": (read_blocks, "mla", "Entry"),
     "write_blocks": (write_blocks, "mla", "Entry"),
+    "write_entries": (write_entries, "mla", "Entry"),
     "gather_entries": (gather_entries, "mla", "Entry"),
 }
 OF_NO_CACHE = {
     "select_topk": select_topk,
     "positions_to_slots": positions_to_slots,
     "block_tables_from_csr": block_tables_from_csr,
+    "swizzle_scales": swizzle_scales,
     "merge_states": merge_states,
     "select_experts": select_experts,
     "grouped_swiglu": grouped_swiglu,
     "scaled_linear": scaled_linear,
 }
 OPERATIONS = {name: case[0] for name, case in {**OF_ONE_CACHE, **OF_ANY_CACHE}.items()} | OF_NO_CACHE
-DISPATCHED = [name for name in OPERATIONS if name not in ("positions_to_slots", "block_tables_from_csr")]
+PLAIN_JAX = "positions_to_slots", "block_tables_from_csr", "swizzle_scales"
+DISPATCHED = [name for name in OPERATIONS if name not in PLAIN_JAX]
 OF_BATCHES = {
     "decode_mla": decode_mla,
     "decode_kv": decode_kv,

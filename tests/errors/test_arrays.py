@@ -21,6 +21,7 @@ from errors.calls import (
     indexer_logits,
     merge_states,
     positions_to_slots,
+    prefill_kv,
     prefill_mla,
     read_blocks,
     read_indexer_k,
@@ -29,7 +30,10 @@ from errors.calls import (
     scaled_linear,
     select_experts,
     select_topk,
+    shared,
+    shared_by_some,
     write_blocks,
+    write_entries,
     write_indexer_k,
     write_kv,
     write_mla,
@@ -81,6 +85,9 @@ SHAPES = [
     ("key of heads", lambda a: write_indexer_k(a, k=a.key[:, None]), ["`k`", "(5, 1, 16)", "[T, D]"]),
     ("slots to read of rank 2", lambda a: read_mla(a, slots=a.slots[None]), ["`slots`", "(1, 5)", "[T]"]),
     ("one slot to read", lambda a: read_kv(a, slots=a.slots[0]), ["`slots`", "()", "[T]"]),
+    ("entries too wide", lambda a: write_entries(a, entries=jnp.zeros((5, 25), "uint8")), ["(5, 25)", "[T, 24]"]),
+    ("entries of heads", lambda a: write_entries(a, entries=jnp.zeros((5, 1, 24), "uint8")), ["`entries`", "[T, W]"]),
+    ("entries without heads", lambda a: write_entries(a, cache=a.kv), ["`entries`", "(5, 24)", "[T, H, W]"]),
     ("slots of keys", lambda a: write_indexer_k(a, slot_mapping=a.slots[1:]), ["`slot_mapping`", "(4,)", "[5]"]),
     (
         "q_latent of rank 2",
@@ -186,6 +193,32 @@ SHAPES = [
         lambda a: gather_mla(a, seq_starts=a.cu_seq_lens),
         ["`seq_starts`", "(3,)", "[B] = [2]"],
     ),
+    (
+        "lengths of two tokens per request",
+        lambda a: indexer_logits(a, seq_lens=a.tables[:, :2]),
+        ["`seq_lens`", "(2, 2)", "[B, Q] = [2, 1]"],
+    ),
+    (
+        "q with requests and cu_q_lens",
+        lambda a: indexer_logits(a, cu_q_lens=a.cu_seq_lens),
+        ["`q`", "(2, 1, 7, 16)", "[T, Hi, D]"],
+    ),
+    (
+        "lengths of tokens and cu_q_lens",
+        lambda a: indexer_logits(
+            a, q=a.q_indexer[:, 0], weights=a.weights[:, 0], seq_lens=a.tables[:, :1], cu_q_lens=a.cu_seq_lens
+        ),
+        ["`seq_lens`", "(2, 1)", "[B] = [2]"],
+    ),
+    (
+        "no ragged queries of the indexer",
+        lambda a: indexer_logits(a, q=a.q_indexer[:0, 0], weights=a.weights[:0, 0], cu_q_lens=a.cu_seq_lens),
+        ["`q`", "(0, 7, 16)", "T at least 1"],
+    ),
+    ("lengths of logits", lambda a: select_topk(a, lengths=a.logits), ["`lengths`", "(2, 20)", "[n1] = [2]"]),
+    ("one length", lambda a: select_topk(a, lengths=a.lengths[0]), ["`lengths`", "()", "[n1] = [2]"]),
+    ("float lengths of logits", lambda a: select_topk(a, lengths=a.lengths * 1.0), ["`lengths`", "float32", "int32"]),
+    ("length of an int", lambda a: select_topk(a, lengths=3), ["`lengths` is a int", "[n1]"]),
     ("no logits", lambda a: select_topk(a, logits=a.logits[0, 0]), ["`logits`", "float32[]", "float32 [..., N]"]),
     (
         "positions of rank 2",
@@ -278,6 +311,36 @@ DTYPES = [
     ),
     ("bool slots", lambda a: write_mla(a, slot_mapping=a.slots > 2), ["`slot_mapping`", "dtype bool", "int32"]),
     ("bool v", lambda a: write_kv(a, v=a.v > 0), ["`v`", "dtype bool", "float32"]),
+    ("entries as elements", lambda a: write_entries(a, entries=jnp.zeros((5, 24))), ["`entries`", "float32", "uint8"]),
+    ("e4m3 latents as bf16", lambda a: write_mla(a, kv_c=a.kv_c.astype("float8_e4m3fn")), ["`kv_c`", "float8_e4m3fn"]),
+    (
+        "e5m2 keys as e4m3",
+        lambda a: write_kv(a, cache=a.kv_fp8, k=a.k.astype("float8_e5m2")),
+        ["`k`", "float8_e5m2", "float8_e4m3fn"],
+    ),
+    (
+        "e4m3 keys beside float values",
+        lambda a: write_kv(a, cache=a.kv_fp8, k=a.k.astype("float8_e4m3fn")),
+        ["`k` has dtype float8_e4m3fn", "`v` has dtype float32", "both"],
+    ),
+    (
+        "e4m3 values with a scale",
+        lambda a: write_kv(
+            a, cache=a.kv_fp8, k=a.k.astype("float8_e4m3fn"), v=a.v.astype("float8_e4m3fn"), v_scale=0.5
+        ),
+        ["`v_scale` is 0.5", "None", "float8_e4m3fn"],
+    ),
+    (
+        "e4m3 rotary keys to rotate",
+        lambda a: write_mla(
+            a,
+            cache=a.mla_fp8,
+            kv_c=a.kv_c.astype("float8_e4m3fn"),
+            k_pe=a.k_pe.astype("float8_e4m3fn"),
+            cos_sin=jnp.ones((5, 4)),
+        ),
+        ["`cos_sin`", "None", "`k_pe`"],
+    ),
     ("uint8 key", lambda a: write_indexer_k(a, k=a.key.astype("uint8")), ["`k`", "dtype uint8", "bfloat16"]),
     (
         "q_pe of another dtype",
@@ -293,6 +356,16 @@ DTYPES = [
         "int q_latent",
         lambda a: decode_mla(a, q_latent=a.q_latent.astype(int)),
         ["`q_latent`", "dtype int32", "bfloat16"],
+    ),
+    (
+        "q_pe of bf16 beside e4m3",
+        lambda a: decode_mla(a, q_latent=a.q_latent.astype("float8_e4m3fn"), q_pe=a.q_pe.astype("bfloat16")),
+        ["`q_pe`", "dtype bfloat16", "expected float8_e4m3fn"],
+    ),
+    (
+        "e5m2 q_latent",
+        lambda a: decode_mla(a, q_latent=a.q_latent.astype("float8_e5m2")),
+        ["`q_latent`", "dtype float8_e5m2", "float8_e4m3fn"],
     ),
     (
         "e5m2 q of attention",
@@ -362,6 +435,28 @@ DTYPES = [
         lambda a: decode_mla(a, q_latent=a.q_latent[:0], q_pe=a.q_pe[:0], cu_q_lens=jnp.zeros(3, int)),
         ["`q_latent`", "(0, 3, 8)", "T at least 1"],
     ),
+    (
+        "no ragged queries of a prefill of keys and values",
+        lambda a: prefill_kv(a, q=a.q[:0], cu_q_lens=jnp.zeros(3, int)),
+        ["`q`", "(0, 6, 8)", "T at least 1"],
+    ),
+    (
+        "ragged queries of a prefill with an axis too many",
+        lambda a: prefill_kv(a, cu_q_lens=jnp.zeros(3, int)),
+        ["`q`", "(2, 5, 6, 8)", "[T, Hq, D]"],
+    ),
+    (
+        "running sum of a prefill without 0",
+        lambda a: prefill_kv(a, q=a.q, cu_q_lens=jnp.zeros(2, int)),
+        ["`cu_q_lens`", "(2,)", "[3]"],
+    ),
+    ("sinks of a prefill", lambda a: prefill_mla(a, sinks=jnp.ones(4)), ["`sinks`", "(4,)", "[3]"]),
+    ("prefixes without an owner", lambda a: shared(a, prefix_tables=a.tables), ["`prefix_of` is None", "[B]"]),
+    ("a prefix of two lengths", lambda a: shared(a, prefix_lens=a.lengths), ["`prefix_lens`", "(2,)"]),
+    ("a prefix without blocks", lambda a: shared(a, prefix_tables=a.tables[0, :0]), ["`prefix_tables`", "at least 1"]),
+    ("a prefix of floats", lambda a: shared(a, prefix_tables=a.kv_c[0]), ["`prefix_tables`", "float32", "int32"]),
+    ("prefixes of too few lengths", lambda a: shared_by_some(a, prefix_lens=a.lengths[:1]), ["`prefix_lens`", "[2]"]),
+    ("prefixes of too many requests", lambda a: shared_by_some(a, prefix_of=a.slots), ["`prefix_of`", "(5,)", "[2]"]),
     (
         "no ragged queries of a prefill",
         lambda a: prefill_mla(a, q_nope=jnp.ones((0, 3, 6)), q_pe=jnp.ones((0, 3, 4)), cu_q_lens=jnp.zeros(3, int)),

@@ -9,6 +9,7 @@ import jaxkv
 from jaxkv_kernels.formats import FORMATS, Format, register
 from jaxkv_kernels.formats.bits import corrected_quotient
 from support import oracle
+from support.cases import further
 
 ENTRIES = [kind.typical(name) for kind in (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry) for name in kind.formats]
 every_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)
@@ -44,11 +45,11 @@ def test_encoded_entries_have_the_parts_of_a_page_of_one_token(entry):
 
 PUBLISHED = {
     "fp8_ds_mla": 656, "fp8_v4": 584, "fp8_v41": 528, "fp8_v41_split": 528, "nvfp4_ds_mla": 352, "mxfp4_ds_mla": 368,
-    "fp4_v41": 288, "fp4_v41_split": 288, "indexer_fp8": 132, "indexer_mxfp4": 68,
+    "fp4_v41": 288, "fp4_v41_split": 288, "indexer_fp8": 132, "indexer_mxfp4": 68, "indexer_mxfp8": 132,
 }  # fmt: skip
 PUBLISHED_PAGES = {
     "fp8_v4": 37_440, "fp8_v41": 33_792, "fp8_v41_split": 33_792, "fp4_v41": 18_432, "fp4_v41_split": 18_432,
-    "indexer_fp8": 8_448, "indexer_mxfp4": 4_352,
+    "indexer_fp8": 8_448, "indexer_mxfp4": 4_352, "indexer_mxfp8": 8_448,
 }  # fmt: skip
 """Of 64 tokens."""
 
@@ -94,7 +95,7 @@ def without_nan_signs(rows, entry):
     rows = np.asarray(rows).copy().view(np.uint8)
     for part in entry.fields():
         name = {"e4m3": "float8_e4m3fn", "e5m2": "float8_e5m2"}.get(part.dtype, part.dtype)
-        dtype = jnp.dtype("uint8") if name in ("e8m0", "e2m1x2") else jnp.dtype(name)
+        dtype = jnp.dtype("uint8") if name in ("e8m0", "e2m1x2", "int4x2") else jnp.dtype(name)
         if not jnp.issubdtype(dtype, jnp.floating):
             continue
         values = rows[..., part.offset : part.offset + part.nbytes].copy().view(dtype)
@@ -103,7 +104,10 @@ def without_nan_signs(rows, entry):
     return rows
 
 
-@pytest.mark.parametrize("entry", [entry for entry in ENTRIES if entry.quantised], ids=str)
+OF_OTHER_SIZES = map(further, (jaxkv.IndexerEntry("indexer_mxfp4", 64), jaxkv.KVEntry("int4", 8, 256)))
+
+
+@pytest.mark.parametrize("entry", [*(entry for entry in ENTRIES if entry.quantised), *OF_OTHER_SIZES], ids=str)
 def test_encoders_write_the_bytes_of_an_independent_encoder(entry):
     values = [rows_of_every_kind(size) for size in entry.sizes]
     scales = (np.float32(0.037), np.float32(0.5)) if entry.codec.scaled else (None, None)
@@ -179,3 +183,174 @@ def test_quotients_have_the_bits_of_a_correctly_rounded_division(divisors):
     assert (np.abs(found[small]) <= 2.0**-126).all()
     assert (np.signbit(found) == np.signbit(right))[~np.isnan(right)].all()
     np.testing.assert_array_equal(found[~small], right[~small])
+
+
+def sglang_arrays(x):
+    """Values [T, H, n] in SGLang's FP4 pool: bytes [T, H, n / 2], and exponents [T, H * n / 16]; float32 as there."""
+    x = np.asarray(x, np.float32)
+    tiles = x.reshape(len(x), -1, 16)
+    exponent = np.ceil(np.log2(np.maximum(np.abs(tiles).max(axis=-1) / np.float32(6), np.float32(1e-10))))
+    scaled = tiles / np.exp2(exponent)[..., None]
+    bounds = np.asarray([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5], np.float32)
+    code = (np.abs(scaled)[..., None] >= bounds).sum(axis=-1) + 8 * (scaled < 0)
+    code = code.astype(np.uint8).reshape(x.shape)
+    return (code[..., 1::2] << 4) + code[..., 0::2], (exponent + 127).astype(np.uint8)
+
+
+def sixteen_bits(rng, *shape):
+    """bfloat16 values of many magnitudes, multiples of 1/4, and zeros of both signs."""
+    values = rng.standard_normal(shape) * np.exp2(rng.integers(-40, 20, shape))
+    values = np.where(rng.random(shape) < 0.3, rng.integers(-24, 25, shape) / 4, values)
+    return jnp.asarray(np.where(rng.random(shape) < 0.1, -0.0, values), jnp.bfloat16)
+
+
+def all_entries(cache, layer):
+    """The bytes of all entries of a layer, by slot."""
+    blocks, slots = cache.layout.num_blocks, cache.layout.num_slots
+    tables = jnp.arange(blocks, dtype=jnp.int32)[None]
+    return jaxkv.gather_entries(cache, tables, jnp.asarray([0, slots]), layer=layer, total=slots)
+
+
+def test_latents_of_sglangs_fp4_pool():
+    """A page is a slice of its values, then the same slice of its scales; rows and fields lead there and back."""
+    entry = jaxkv.MLAEntry("kvfp4")
+    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=3, block_size=16, entry=entry)
+    latent, rope = sixteen_bits(np.random.default_rng(0), 48, 512), sixteen_bits(np.random.default_rng(1), 48, 64)
+    (latents, scales), (ropes, others) = sglang_arrays(latent[:, None]), sglang_arrays(rope[:, None])
+    values, scales = np.concatenate([latents, ropes], axis=-1), np.concatenate([scales, others], axis=-1)
+    slots = jnp.arange(48, dtype=jnp.int32)
+    written = jaxkv.write_mla(jaxkv.KVCache.zeros(layout), latent, rope, slots, layer=1)
+    pages = np.asarray(written.buffer).reshape(3, 2, -1)[:, 1]
+    np.testing.assert_array_equal(pages[:, : 16 * 288], values.reshape(3, -1))
+    np.testing.assert_array_equal(pages[:, 16 * 288 :], scales.reshape(3, -1))
+    rows = entry.pack({"latent": values[:, 0, :256], "rope": values[:, 0, 256:], "scales": scales})
+    stored = jaxkv.write_entries(jaxkv.KVCache.zeros(layout), rows, slots, layer=1)
+    np.testing.assert_array_equal(stored.buffer, written.buffer)
+    found = entry.unpack(all_entries(stored, 1))
+    np.testing.assert_array_equal(jnp.concatenate([found["latent"], found["rope"]], axis=-1), values[:, 0])
+    np.testing.assert_array_equal(found["scales"].view(jnp.uint8), scales)
+
+
+@pytest.mark.ci
+def test_keys_and_values_of_sglangs_fp4_pool():
+    entry = jaxkv.KVEntry("kvfp4", 64, 32)
+    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=3, block_size=16, entry=entry, num_heads=2)
+    k, v = sixteen_bits(np.random.default_rng(0), 48, 2, 64), sixteen_bits(np.random.default_rng(1), 48, 2, 32)
+    (keys, key_scales), (values, value_scales) = sglang_arrays(k), sglang_arrays(v)
+    slots = jnp.arange(48, dtype=jnp.int32)
+    written = jaxkv.write_kv(jaxkv.KVCache.zeros(layout), k, v, slots, layer=1)
+    arrays = {"K": keys, "V": values}
+    arrays |= {"K scales": key_scales.reshape(48, 2, 4), "V scales": value_scales.reshape(48, 2, 2)}
+    stored = jaxkv.write_entries(jaxkv.KVCache.zeros(layout), entry.pack(arrays), slots, layer=1)
+    np.testing.assert_array_equal(stored.buffer, written.buffer)
+    found = entry.unpack(all_entries(written, 1))
+    assert found.keys() == arrays.keys()
+    for name, array in found.items():
+        np.testing.assert_array_equal(array.view(jnp.uint8), arrays[name])
+
+
+@pytest.mark.ci
+@every_entry
+def test_fields_lead_there_and_back(entry):
+    rows = np.random.default_rng(0).integers(0, 256, (3, 2, entry.nbytes), np.uint8)
+    padding = [field for field in entry.fields() if field.name == "padding"]
+    for field in padding:
+        rows[..., field.offset : field.offset + field.nbytes] = 0
+    fields = entry.unpack(rows)
+    assert all(fields[field.name].shape == (3, 2, field.count) for field in entry.fields() if field not in padding)
+    np.testing.assert_array_equal(entry.pack(fields), rows)
+    np.testing.assert_array_equal(entry.pack({name: x.view(jnp.uint8) for name, x in fields.items()}), rows)
+
+
+def test_fields_that_do_not_fit_are_rejected():
+    entry, right = jaxkv.KVEntry("int8", 16, 8), {"K": 16, "V": 8, "K scales": 4, "V scales": 4}
+    fields = {name: np.zeros((5, count), np.uint8) for name, count in right.items()}
+    assert entry.pack(fields).shape == (5, entry.nbytes)
+    with pytest.raises(ValueError, match="`stored` has K, V: expected K, V, K scales, V scales"):
+        entry.pack({"K": fields["K"], "V": fields["V"]})
+    with pytest.raises(ValueError, match=r"`stored\['V'\]` is uint8\[5, 16\]: expected 8 int8 \(8 bytes\)"):
+        entry.pack({**fields, "V": fields["K"]})
+    with pytest.raises(ValueError, match=r"`stored\['V scales'\]` is float32\[1, 1\]: .* \[5\] in the others"):
+        entry.pack({**fields, "V scales": np.zeros((1, 1), np.float32)})
+    for wrong in (np.zeros((5, 31), np.uint8), np.zeros((5, 32), np.int8)):
+        with pytest.raises(ValueError, match=r"expected uint8 \[\.\.\., 32\]"):
+            entry.unpack(wrong)
+
+
+@pytest.mark.ci
+def test_int4_rounds_rotated_values_to_15_steps():
+    """Also those of heads with one large value, which rounds all others to 0 if they are not rotated."""
+    entry, x = jaxkv.KVEntry("int4", 128), np.random.default_rng(0).standard_normal((64, 128)).astype(np.float32)
+    spiked = np.where(np.arange(128) == 5, 40, x).astype(np.float32)
+    found = jax.jit(lambda *values: entry.decode(entry.encode(values), jnp.float32))(x, spiked)
+    orthonormal = oracle.hadamard(128) / 128**0.5
+    np.testing.assert_allclose(orthonormal @ orthonormal, np.eye(128), atol=1e-12)
+    for values, stored in zip((x, spiked), found, strict=True):
+        step = np.abs(values @ orthonormal).max(axis=-1, keepdims=True) / 7
+        assert (np.abs((stored - values) @ orthonormal) <= step / 2 * (1 + 1e-5)).all()
+    rounded = np.rint(spiked / (40 / 7)) * (40 / 7)
+    assert (np.linalg.norm(found[1] - spiked, axis=-1) < np.linalg.norm(rounded - spiked, axis=-1)).all()
+
+
+@pytest.mark.ci
+def test_indexer_keys_with_four_different_scales_are_read():
+    entry, rng = jaxkv.IndexerEntry("indexer_mxfp8"), np.random.default_rng(0)
+    values = jnp.asarray(rng.standard_normal((7, 128)), jnp.float8_e4m3fn)
+    scales = rng.integers(117, 130, (7, 4)).astype(np.uint8)
+    rows = entry.pack({"values": values, "scales": scales})
+    right = np.float64(np.asarray(values, np.float32)) * np.repeat(2.0 ** (scales.astype(int) - 127), 32, axis=-1)
+    np.testing.assert_array_equal(entry.decode(rows, jnp.float32)[0], right)
+    key, scale = entry.key_and_scale(rows, jnp.bfloat16)
+    np.testing.assert_array_equal(key.astype(jnp.float32) * scale, right)
+
+
+def vllm_page(k, v, scale):
+    """Pages of vLLM's NVFP4 cache: data and scales of keys, then of values, each [H, N, ...]; scales are permuted."""
+    regions = []
+    for x in (k, v):  # [B, N, H, D]
+        blocks, tokens, heads, size = x.shape
+        entry = oracle.encode(jaxkv.KVEntry("nvfp4", size, size), [x, x], (scale, scale))
+        data, scales = entry[..., : size // 2], entry[..., size : size + size // 16]
+        place = np.zeros((blocks, heads, tokens, size // 16), np.uint8)
+        part = size // 64
+        for t in range(tokens):
+            for s in range(size // 16):
+                place[:, :, t // 4 * 4 + s // part, s % part * 4 + t % 4] = scales[:, t, :, s]
+        regions += [data.swapaxes(1, 2).reshape(blocks, -1), place.reshape(blocks, -1)]
+    return np.concatenate(regions, axis=-1)
+
+
+@pytest.mark.ci
+def test_nvfp4_pages_whose_scales_are_permuted_across_tokens():
+    entry, rng = jaxkv.KVEntry("nvfp4", 128), np.random.default_rng(0)
+    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=3, block_size=8, entry=entry, num_heads=2)
+    k, v = (rng.standard_normal((3, 8, 2, 128)).astype(np.float32) for _ in range(2))
+    slots, scale = jnp.arange(24, dtype=jnp.int32), np.float32(0.25)
+    new = (jnp.asarray(x.reshape(24, 2, 128)) for x in (k, v))
+    written = jaxkv.write_kv(jaxkv.KVCache.zeros(layout), *new, slots, layer=1, k_scale=scale, v_scale=scale)
+    fields, first = {}, 0
+    page = vllm_page(k, v, scale)
+    for part in "KV":
+        for name, width in ((part, 64), (f"{part} scales", 8)):
+            region = jnp.asarray(page[:, first : first + 16 * width].reshape(3, 2, 8, width))
+            first += 16 * width
+            if name != part:
+                ordered = jaxkv.swizzle_scales(region, inverse=True)
+                np.testing.assert_array_equal(jaxkv.swizzle_scales(ordered), region)
+                region = ordered
+            fields[name] = region.swapaxes(1, 2).reshape(24, 2, width)
+    assert first == page.shape[1]
+    stored = jaxkv.write_entries(jaxkv.KVCache.zeros(layout), entry.pack(fields), slots, layer=1)
+    np.testing.assert_array_equal(stored.buffer, written.buffer)
+
+
+@pytest.mark.ci
+def test_records_of_512_plain_bytes():
+    """448 + 64 values that are e4m3 already are the record, and are read as they are."""
+    entry, rng = jaxkv.MLAEntry("fp8", latent=448, rope=64), np.random.default_rng(0)
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=2, block_size=4, entry=entry)
+    records = rng.integers(0, 256, (8, 512), np.uint8)
+    latent, rope = jnp.split(jnp.asarray(records).view(jnp.float8_e4m3fn), [448], axis=-1)
+    cache = jaxkv.write_mla(jaxkv.KVCache.zeros(layout), latent, rope, jnp.arange(8), layer=0)
+    np.testing.assert_array_equal(np.asarray(cache.buffer).reshape(8, 512), records)
+    np.testing.assert_array_equal(all_entries(cache, 0), records)

@@ -9,7 +9,7 @@ import jaxkv
 from jaxkv import dispatch
 from jaxkv.ops import OPERATIONS
 from support import calls, scenes
-from support.cases import slow
+from support.cases import each_format, slow
 from support.opaque import Opaque
 
 BOTH, FORWARD, REFUSED, NO_FLOATS = "both modes", "forward mode only", "an error", "no float arguments or results"
@@ -20,6 +20,7 @@ MODES = {
     "write_kv": BOTH,
     "write_kv, rotated": BOTH,
     "write_indexer_k": BOTH,
+    "write_entries": BOTH,
     "write_state": REFUSED,
     "read_state": NO_FLOATS,
     "gather_mla": BOTH,
@@ -37,9 +38,13 @@ MODES = {
     "decode_kv": FORWARD,
     "decode_kv, ragged": FORWARD,
     "decode_kv, ragged with a window": FORWARD,
+    "decode_mla, with a prefix": FORWARD,
+    "decode_kv, with prefixes": FORWARD,
+    "decode_kv, with masks": FORWARD,
     "decode_mla_sparse": BOTH,
     "decode_mla_sparse, of two caches": BOTH,
     "indexer_logits": FORWARD,
+    "indexer_logits, ragged": FORWARD,
     "select_topk": NO_FLOATS,
     "positions_to_slots": NO_FLOATS,
     "select_slots": NO_FLOATS,
@@ -60,10 +65,14 @@ MODES = {
     "slots_for": NO_FLOATS,
     "ragged_slots": NO_FLOATS,
     "block_tables_from_csr": NO_FLOATS,
+    "swizzle_scales": NO_FLOATS,
     "prefill_mla": FORWARD,
     "prefill_mla, ragged": FORWARD,
     "prefill_kv": FORWARD,
     "prefill_kv, with a window": FORWARD,
+    "prefill_kv, ragged": FORWARD,
+    "prefill_kv, ragged with a window": FORWARD,
+    "prefill_mla, with a window": FORWARD,
     "mla_ragged_paged_attention": FORWARD,
     "ragged_paged_attention": FORWARD,
 }
@@ -179,7 +188,7 @@ def written(entry, dtype=None):
     return total, [*values, *scales]
 
 
-@pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: f"{type(entry).__name__} {entry.format}")
+@pytest.mark.parametrize("entry", each_format(ENTRIES), ids=lambda entry: f"{type(entry).__name__} {entry.format}")
 def test_quantised_values_and_their_scales_have_no_gradients(entry):
     total, values = written(entry)
     if not entry.quantised:

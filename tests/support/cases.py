@@ -10,10 +10,14 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import jaxkv
 from support import scenes
 
 NUMBERS, BYTES = "bf16", ("fp8", "indexer_fp8")
 """A format of numbers and, for each kind of entry, one of bytes."""
+
+LIKE_OTHERS = "kvfp4", "int4", "indexer_mxfp8"
+"""Formats that operations treat like others, which run by default: theirs are `further`."""
 
 FEW = ("LBNHC", "gaps, offset")
 """Two unlike layouts."""
@@ -45,10 +49,38 @@ def on_layouts(entries, *, few=False):
             else:
                 default = of_numbers or with_every_format
                 in_ci = of_bytes
+            if entry.format in LIKE_OTHERS:
+                default, in_ci = False, default or in_ci
             marks = () if default else pytest.mark.ci if in_ci else pytest.mark.slow
             kind = type(entry).__name__.removesuffix("Entry")
             cases.append(pytest.param(entry, name, id=f"{kind} {entry.format}, {name}", marks=marks))
     return pytest.mark.parametrize(("entry", "name"), cases)
+
+
+def _apart():
+    """Entries in layouts of `scenes.APART`: each layout with numbers, and formats of bytes in planes of their own."""
+    bf16, uneven, fp8 = jaxkv.KVEntry("bf16", 16), jaxkv.KVEntry("bf16", 16, 8), jaxkv.KVEntry("fp8", 16)
+    int8, nvfp4 = jaxkv.KVEntry("int8", 16, 8), jaxkv.KVEntry("nvfp4", 32, 16)
+    chosen = dict(zip(scenes.APART, (bf16, fp8, uneven, int8), strict=True))
+    others = [(entry, name) for name in scenes.APART for entry in (bf16, uneven, fp8, int8, nvfp4)]
+    cases = [(entry, name, ()) for name, entry in chosen.items()]
+    cases += [
+        (entry, name, pytest.mark.ci if name == "values with strides of their own" else pytest.mark.slow)
+        for entry, name in others
+        if chosen[name] != entry
+    ]
+    return [
+        pytest.param(entry, name, id=f"{entry.format} {'+'.join(map(str, entry.sizes))}, {name}", marks=marks)
+        for entry, name, marks in cases
+    ]
+
+
+apart = pytest.mark.parametrize(("entry", "name"), _apart())
+"""Parametrises `entry` and `name` of layouts whose keys and values lie apart.
+
+Each layout runs by default, with numbers or bytes, with planes of equal or unequal width; with strides of their own
+for values, all of these are `further`, and the others `slow`.
+"""
 
 
 def slow(*values):
@@ -59,6 +91,11 @@ def slow(*values):
 def further(*values):
     """A case that runs in CI: others of its kind run by default."""
     return pytest.param(*values, marks=pytest.mark.ci)
+
+
+def each_format(given):
+    """Entries, or names of formats; those of formats `LIKE_OTHERS` are further cases."""
+    return [further(each) if getattr(each, "format", each) in LIKE_OTHERS else each for each in given]
 
 
 def each_value(names, *axes, default=None, valid=lambda *values: True):

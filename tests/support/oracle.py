@@ -42,7 +42,9 @@ class Truth:
     decode: Callable[..., Iterable[np.ndarray]]
     """(field, sizes, scales) to float64 values; field(first, count, dtype) are `count` numbers at byte `first`."""
     page_parts: Callable[[Any], tuple[int, ...]] | None = None
-    """Of a format whose pages are split, the bytes of an entry in each region of a page."""
+    """Of a format whose pages are split, the bytes of an entry in each region of a page; one region if they are not."""
+    planes: tuple[tuple[int, ...], ...] = ((0,), (1,))
+    """Where keys and values lie apart: which of the arrays that `encode` returns belong to each."""
 
 
 def encode(entry, parts, scales=(1.0, 1.0)):
@@ -59,6 +61,15 @@ def decode(entry, rows, scales=(1.0, 1.0)):
         return np.ascontiguousarray(rows[..., first:last]).view(dtype).astype(np.float64)
 
     return tuple(FORMATS[entry.format].decode(field, entry.sizes, scales))
+
+
+def planes(entry):
+    """Where keys and values lie apart: the bytes of an entry that each stores, in order."""
+    truth = FORMATS[entry.format]
+    pieces = truth.encode([np.zeros((1, size), np.float32) for size in entry.sizes], (1.0, 1.0))
+    ends = np.cumsum([as_bytes(piece).shape[-1] for piece in pieces])
+    found = np.split(np.arange(ends[-1]), ends[:-1])
+    return [np.concatenate([found[i] for i in plane]) for plane in truth.planes]
 
 
 def encode_state(states):
@@ -274,6 +285,84 @@ def _decode_indexer_mxfp4(field, sizes, scales):
     return (from_e2m1(field(0, count // 2, np.uint8), from_e8m0(field(count // 2, count // 32, np.uint8))),)
 
 
+def _encode_kvfp4(parts, scales):
+    """Both parts of an entry, one after the other, are tiled: an entry of a latent and one of a key have the same bytes
+    as far as their values, and the scales of the second part follow those of the first."""
+    pairs, found = [], []
+    for part in parts:
+        tiles = _tiles(part.astype(np.float64), 16)
+        amax = np.abs(tiles).max(axis=-1, keepdims=True)
+        # An infinite tile has the scale of the largest finite value.
+        finite = np.minimum(amax, np.finfo(np.float32).max)
+        scale = np.where(np.isnan(amax), np.nan, 2 ** np.ceil(np.log2(np.maximum(finite / 6, 1e-10))))
+        sizes = np.abs(tiles / scale)
+        code = sum((sizes >= bound).astype(np.uint8) for bound in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0))
+        code = (code + 8 * (tiles <= -(2.0**-126))).astype(np.uint8).reshape(part.shape)
+        pairs.append(code[..., 1::2] * 16 + code[..., 0::2])
+        found.append(e8m0(scale[..., 0]))
+    return *pairs, *found
+
+
+def _decode_kvfp4(field, sizes, scales):
+    count = sum(sizes)
+    values = from_e2m1(field(0, count // 2, np.uint8), from_e8m0(field(count // 2, count // 16, np.uint8)))
+    return values[..., : sizes[0]], values[..., sizes[0] :]
+
+
+def hadamard(n):
+    """Sylvester's matrix of 1 and -1, [n, n]."""
+    bits = np.arange(n)[:, None] & np.arange(n)
+    return 1.0 - 2.0 * (np.array([bin(number).count("1") for number in bits.reshape(-1)]).reshape(n, n) % 2)
+
+
+def _summed(x):
+    """x [..., n] times `hadamard(n)`, summed in float32 in the order that the format defines."""
+    place = np.arange(x.shape[-1])
+    for step in range(len(place).bit_length() - 1):
+        low = place >> step & 1 == 0
+        x = np.where(low, x + x[..., place ^ 1 << step], x[..., place ^ 1 << step] - x)
+    return x
+
+
+def _encode_int4(parts, scales):
+    pairs, found = [], []
+    for part in parts:
+        turned = _summed(part / np.float32(part.shape[-1]))
+        amax = np.abs(turned).max(axis=-1, keepdims=True)
+        found.append(np.maximum(amax / np.float32(7), np.float32(2.0**-30)))
+        code = np.nan_to_num(np.rint(turned / found[-1])).astype(np.int8)
+        pairs.append(((code[..., 0::2] % 16) + 16 * (code[..., 1::2] % 16)).astype(np.uint8))
+    used = sum(part.shape[-1] for part in parts) // 2 + 8
+    return *pairs, *found, np.zeros((*parts[0].shape[:-1], -used % 16), np.uint8)
+
+
+def _decode_int4(field, sizes, scales):
+    first, found = 0, []
+    for i, size in enumerate(sizes):
+        pairs = field(first, size // 2, np.uint8).astype(np.int64)
+        code = np.stack([pairs % 16, pairs // 16], axis=-1).reshape(*pairs.shape[:-1], size)
+        scale = field(sum(sizes) // 2 + 4 * i, 1, np.float32)
+        found.append((code - 16 * (code >= 8)) @ hadamard(size) * scale)
+        first += size // 2
+    return found
+
+
+def _encode_indexer_mxfp8(parts, scales):
+    scale = tile_scales(parts[0], -22)
+    values = to_e4m3((parts[0] / scale).astype(np.float32))
+    return values, np.repeat(e8m0(scale), parts[0].shape[-1] // 32, axis=-1)
+
+
+def _decode_indexer_mxfp8(field, sizes, scales):
+    count = sizes[0]
+    return (field(0, count, E4M3) * np.repeat(from_e8m0(field(count, count // 32, np.uint8)), 32, axis=-1),)
+
+
+def _kvfp4_regions(entry):
+    values, scales = sum(entry.sizes) // 2, sum(entry.sizes) // 16
+    return (values, scales) if entry.one_head else (values + scales,)
+
+
 FORMATS = {
     **{name: _plain(dtype) for name, dtype in PLAIN.items()},
     "fp8": _fp8(E4M3, 448),
@@ -289,12 +378,28 @@ FORMATS = {
     "fp4_v41_split": Truth(
         _encode_fp4_v41, _decode_fp4_v41, lambda entry: (sum(entry.sizes) // 2, sum(entry.sizes) // 16)
     ),
-    "int8": Truth(_encode_int8, _decode_int8),
-    "nvfp4": Truth(_encode_nvfp4, _decode_nvfp4),
+    "int8": Truth(_encode_int8, _decode_int8, planes=((0, 2), (1, 3))),
+    "nvfp4": Truth(_encode_nvfp4, _decode_nvfp4, planes=((0, 2), (1, 3))),
     "indexer_mxfp4": Truth(
         _encode_indexer_mxfp4, _decode_indexer_mxfp4, lambda entry: (entry.head_dim // 2, entry.head_dim // 32)
     ),
+    "kvfp4": Truth(_encode_kvfp4, _decode_kvfp4, _kvfp4_regions),
+    "int4": Truth(_encode_int4, _decode_int4),
+    "indexer_mxfp8": Truth(
+        _encode_indexer_mxfp8, _decode_indexer_mxfp8, lambda entry: (entry.head_dim, entry.head_dim // 32)
+    ),
 }
+
+
+def without_scale(q, q_scale, dtype):
+    """Queries of e4m3 [..., H, D] in float64, as an operation multiplies them that converts queries to `dtype`.
+
+    Those of a head are rounded once, after a product with the quotient of its scale and the largest one.
+    """
+    scale = np.asarray(q_scale, np.float32)
+    share = np.broadcast_to(scale / scale.max(), q.shape[-2:-1])
+    rounded = (np.asarray(q).astype(np.float32) * share[:, None]).astype(dtype)
+    return rounded.astype(np.float64) * np.float64(scale.max())
 
 
 ROPE_IN_VALUES = ("fp8_v4", "fp8_v41", "fp8_v41_split", "fp4_v41", "fp4_v41_split")
@@ -323,10 +428,23 @@ def seen(position, length, window=None, *, causal=True):
     return found
 
 
-def seen_by_last(length, count, window=None, *, causal=True):
-    """Which of a request's tokens its last `count` tokens see, bool [count, length]; see `seen`."""
-    rows = [seen(length - count + t, length, window, causal=causal) for t in range(count)]
-    return np.reshape(rows, (count, length)).astype(bool)
+def seen_by_last(length, count, window=None, *, causal=True, mask=None, tree=None):
+    """Which of a request's tokens its last `count` tokens see, bool [count, length]; see `seen`.
+
+    `mask` is that of `decode_mla`.  `tree` [count, J] replaces the causal mask: whether each sees new token j, of those
+    after the first `length` - `count` tokens.
+    """
+    first, key = length - count, np.arange(length)
+    rows = [seen(first + t, length, window, causal=causal and tree is None) for t in range(count)]
+    found = np.reshape(rows, (count, length)).astype(bool)
+    if tree is not None:
+        some = np.zeros((count, max(first, 0) + max(count, tree.shape[1])), bool)
+        some[:, : max(first, 0)] = True
+        some[:, max(first, 0) : max(first + tree.shape[1], 0)] = tree[:, max(-first, 0) :]
+        found &= some[:, :length]
+    if mask is not None:
+        found &= np.asarray(mask(first + np.arange(count)[:, None], key[None]))
+    return found
 
 
 def attention(q, k, v, scale, *, seen=None, logit_cap=None, sinks=None):

@@ -10,7 +10,8 @@ from jaxkv.ops import OPERATIONS
 from jaxkv.testing import equivalence
 from jaxkv.testing.equivalence import BLOCKS, LAYERS, verify_blocks
 
-OTHERS = {"copy_blocks", "read_blocks", "write_blocks", "gather_entries", "plan_decode", "prefill_mla", "prefill_kv"}
+OTHERS = {"copy_blocks", "read_blocks", "write_blocks", "plan_decode", "prefill_mla", "prefill_kv"}
+OTHERS |= {"write_entries", "gather_entries"}
 """Operations that have cases of their own, and those whose results follow from the others'."""
 
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, blocks
+from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, blocks, masks
 
 SIZES = {"num_layers": 2, "num_blocks": 8, "block_size": 64}
 layout = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("bf16"))
@@ -74,6 +74,10 @@ jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0, cos=lengths, sin=lengths)
 jaxkv.write_indexer_k(keys, q_kv[:, 0], lengths, 0)
 # attribute: a write returns a cache, not a buffer
 jaxkv.write_indexer_k(keys, q_kv[:, 0], lengths, layer=0).at[0].set(1)
+# missing: the layer of bytes by position
+jaxkv.write_entries(keys, lengths, lengths, 0)
+# argument: fields one after the other instead of by name
+keys.layout.entry.pack([lengths, lengths])
 # argument: a cache of latents
 jaxkv.gather_indexer_k(cache, tables, lengths, layer=0, total=8)
 # argument: an array as a static number
@@ -114,6 +118,14 @@ jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=4096
 jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=(64, 64, 64))
 # argument: a window without a left limit, which is -1
 jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, window=(None, 64))
+# argument: a mask that is an array
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, mask=tables > 0)
+# argument: a mask without numbers
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, mask=masks.Chunked)
+# argument: a tree as a list
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, tree_mask=[[[True]]])
+# argument: a chunk of a float number of tokens
+masks.Chunked(8192.0)
 # argument: block tables as lists
 jaxkv.decode_kv(q_kv, kv_cache, [[0, 1], [2, 3]], lengths, layer=0, scale=0.1)
 # argument: a schedule instead of a plan
@@ -132,6 +144,14 @@ ExtraCache(kv_cache, slots, 0)
 ExtraCache(cache, slots)
 # attribute: with return_lse, two arrays are returned
 jaxkv.decode_mla_sparse(q[:, None], q_pe[:, None], cache, slots, layer=0, scale=0.1, return_lse=True).dtype
+# assigned: with return_max_logits, two arrays are returned
+one: jax.Array = jaxkv.decode_mla_sparse(
+    q[:, None], q_pe[:, None], cache, slots, layer=0, scale=0.1, return_max_logits=True
+)
+# missing: the scale of queries for a plan
+jaxkv.plan_decode(cache, tables, lengths, num_heads=16, q_scale=0.5)
+# argument: scales of queries as a list
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, q_scale=[0.5] * 16)
 # missing: no number of heads
 jaxkv.plan_decode(cache, tables, lengths)
 # argument: an indexer's cache has no attention to plan
@@ -140,6 +160,10 @@ jaxkv.plan_decode(keys, tables, lengths, num_heads=16)
 jaxkv.prefill_mla(q[:, None], q_pe[:, None], cache, tables, lengths, layer=0, scale=0.1)
 # argument: an indexer's cache
 jaxkv.prefill_mla(q[:, None], q_pe[:, None], w_uk, w_uv, keys, tables, lengths, layer=0, scale=0.1)
+# argument: a window of strings
+jaxkv.prefill_mla(q[:, None], q_pe[:, None], w_uk, w_uv, cache, tables, lengths, layer=0, scale=0.1, window="all")
+# argument: the blocks of a prefix in a list
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, prefix_tables=[3, 4], prefix_lens=100)
 # attribute: with return_lse, two arrays are returned
 jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, return_lse=True).shape
 
@@ -162,6 +186,8 @@ jaxkv.block_tables_from_csr(lengths, [0, 1], lengths, block_size=64, max_blocks=
 jaxkv.block_tables_from_csr(lengths, lengths, lengths, block_size=64, max_blocks=lengths[0])
 # attribute: tables and lengths are returned
 jaxkv.block_tables_from_csr(lengths, lengths, lengths, block_size=64, max_blocks=4).shape
+# missing: the direction by position
+jaxkv.swizzle_scales(lengths, True)
 # argument: layouts instead of payloads
 jaxkv.convert_blocks(cache, layout, layout)
 # missing: one of the two layouts

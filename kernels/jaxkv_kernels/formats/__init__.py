@@ -10,7 +10,10 @@ from jaxkv_kernels.formats.format import register as register
 from jaxkv_kernels.formats.fp8 import Fp8
 from jaxkv_kernels.formats.indexer_fp8 import IndexerFp8
 from jaxkv_kernels.formats.indexer_mxfp4 import IndexerMxfp4
+from jaxkv_kernels.formats.indexer_mxfp8 import IndexerMxfp8
+from jaxkv_kernels.formats.int4 import Int4
 from jaxkv_kernels.formats.int8 import Int8
+from jaxkv_kernels.formats.kvfp4 import KvFp4
 from jaxkv_kernels.formats.latents.fp4_v41 import Fp4V41
 from jaxkv_kernels.formats.latents.fp8_ds_mla import Fp8DsMla
 from jaxkv_kernels.formats.latents.fp8_v4 import Fp8V4
@@ -37,3 +40,6 @@ register(Fp4V41("fp4_v41_split", split=True))
 register(Int8())
 register(Nvfp4())
 register(IndexerMxfp4())
+register(KvFp4())
+register(Int4())
+register(IndexerMxfp8())

@@ -1,22 +1,25 @@
 """Entry kinds.  An entry is what one token stores for one head in one layer: values in a format."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self, cast
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 
-from jaxkv_kernels.formats.format import FORMATS, Field, Format, regions_of
+from jaxkv_kernels.formats.bits import view_as
+from jaxkv_kernels.formats.format import FORMATS, SHORT_NAMES, Field, Format, regions_of, together
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.integers import as_int
 
 FloatFormat = Literal["bf16", "f16", "f32"]
 MLAFormat = Literal[
     FloatFormat, "fp8", "fp8_e5m2", "fp8_ds_mla", "fp8_v4", "fp8_v41", "fp8_v41_split", "nvfp4_ds_mla", "mxfp4_ds_mla",
-    "fp4_v41", "fp4_v41_split",
+    "fp4_v41", "fp4_v41_split", "kvfp4",
 ]  # fmt: skip
-KVFormat = Literal[FloatFormat, "fp8", "fp8_e5m2", "int8", "nvfp4"]
-IndexerFormat = Literal[FloatFormat, "indexer_fp8", "indexer_mxfp4"]
+KVFormat = Literal[FloatFormat, "fp8", "fp8_e5m2", "int8", "nvfp4", "kvfp4", "int4"]
+IndexerFormat = Literal[FloatFormat, "indexer_fp8", "indexer_mxfp4", "indexer_mxfp8"]
 
 
 class _FormatNames:
@@ -97,6 +100,32 @@ class Entry:
         return nbytes
 
     @property
+    def planes(self) -> tuple[tuple[Field, ...], ...]:
+        """The byte maps of the arrays of values where these lie apart; ValueError if the entry is stored as a whole."""
+        raise ValueError(f"{self} is stored as a whole: only the keys and values of a KVEntry may lie apart")
+
+    def to_planes(self, row: jax.Array) -> list[jax.Array]:
+        """What the planes store [..., n_i] of encoded entries [..., width]."""
+        whole, item = {field.name: field for field in self.fields()}, row.dtype.itemsize
+        found = []
+        for plane in self.planes:
+            fields = [whole[field.name] for field in plane]
+            pieces = [row[..., field.offset // item : (field.offset + field.nbytes) // item] for field in fields]
+            found.append(jnp.concatenate(pieces, axis=-1))
+        return found
+
+    def from_planes(self, planes: Sequence[jax.Array]) -> jax.Array:
+        """Encoded entries [..., width] from what the planes store [..., n_i]; padding is 0."""
+        (*shape, _), dtype, pieces = planes[0].shape, planes[0].dtype, {}
+        for plane, row in zip(self.planes, planes, strict=True):
+            for field in plane:
+                first, last = field.offset // dtype.itemsize, (field.offset + field.nbytes) // dtype.itemsize
+                pieces[field.name] = row[..., first:last]
+        for field in self.fields():
+            pieces.setdefault(field.name, jnp.zeros((*shape, field.nbytes // dtype.itemsize), dtype))
+        return jnp.concatenate([pieces[field.name] for field in self.fields()], axis=-1)
+
+    @property
     def dtype(self):
         """The natural dtype of the buffer, which is that of the stored elements."""
         return jnp.dtype(self.codec.dtype)
@@ -110,6 +139,13 @@ class Entry:
     def input_dtype(self):
         """The usual dtype of new values and queries: that of the buffer, or bfloat16 if entries are quantised."""
         return jnp.dtype(jnp.bfloat16) if self.quantised else self.dtype
+
+    @property
+    def values_dtype(self) -> jnp.dtype | None:
+        """The dtype of all values, if an entry consists of its arrays of values alone, whose dtype is the same."""
+        stored = {field.dtype for field in self.fields()}
+        alone = [field.name for field in self.fields()] == [*self.named_sizes] and len(stored) == 1
+        return jnp.dtype(SHORT_NAMES.get(*stored, *stored)) if alone else None
 
     @property
     def nbytes(self) -> int:
@@ -136,6 +172,58 @@ class Entry:
         """Converts stored elements [..., width] to values [..., n_i] of `dtype`."""
         return self.codec.decode(row, self.named_sizes, scales, dtype)
 
+    @property
+    def _stored(self) -> dict[str, Field]:
+        """The byte map of an encoded entry by name, without padding."""
+        return {field.name: field for field in self.fields() if field.name != "padding"}
+
+    def pack(self, stored: Mapping[str, ArrayLike]) -> jax.Array:
+        """Joins the fields of entries to their bytes, as `write_entries` stores them.
+
+        Other libraries may have the same fields in arrays of their own, such as scales beside the cache.
+
+        Args:
+          stored: an array [..., count] for each of `fields()` but padding, by name, in the dtype of the field, or its
+            bytes as uint8.
+
+        Returns:
+          uint8 [..., nbytes], the fields in the order of `fields()`; padding is 0.
+
+        Raises:
+          ValueError: a name or the last axis of an array is wrong, or the other axes of arrays differ.
+        """
+        if stored.keys() != self._stored.keys():
+            raise ValueError(f"`stored` has {', '.join(stored) or 'no fields'}: expected {', '.join(self._stored)}")
+        rows = {name: view_as(jnp.asarray(array), jnp.uint8) for name, array in stored.items()}
+        leading = next(iter(rows.values())).shape[:-1]
+        for name, field in self._stored.items():
+            if rows[name].shape != (*leading, field.nbytes):
+                array = jnp.asarray(stored[name])
+                raise ValueError(
+                    f"`stored[{name!r}]` is {array.dtype}{list(array.shape)}: expected {field.count} {field.dtype} "
+                    f"({field.nbytes} bytes) in the last axis, and {list(leading)} in the others"
+                )
+        padded = (rows.get(f.name, jnp.zeros((*leading, f.nbytes), jnp.uint8)) for f in self.fields())
+        return jnp.concatenate([*padded], axis=-1)
+
+    def unpack(self, rows: ArrayLike) -> dict[str, jax.Array]:
+        """Separates the bytes of entries, as `gather_entries` returns them, into fields: the inverse of `pack`.
+
+        Args:
+          rows: uint8 [..., nbytes].
+
+        Returns:
+          An array [..., count] for each of `fields()` but padding, by name, in the dtype of the field.  A pair of 4-bit
+          values is a byte.
+
+        Raises:
+          ValueError: `rows` are not bytes, or not `nbytes` of them in the last axis.
+        """
+        rows = jnp.asarray(rows)
+        if rows.dtype != jnp.uint8 or rows.shape[-1:] != (self.nbytes,):
+            raise ValueError(f"`rows` is {rows.dtype}{list(rows.shape)}: expected uint8 [..., {self.nbytes}]")
+        return {name: field.read(rows) for name, field in self._stored.items()}
+
 
 @dataclass(frozen=True)
 class MLAEntry(Entry):
@@ -160,15 +248,18 @@ class MLAEntry(Entry):
         """The values of an entry that attention sums (V): the latent, and in formats of DeepSeek V4 the rotary part."""
         return self.latent + self.rope * self.codec.rope_in_values
 
-    def keys_and_values(self, row, dtype) -> tuple[jax.Array, jax.Array]:
+    def keys_and_values(self, row, dtype, scales=(None, None)) -> tuple[jax.Array, jax.Array]:
         """Converts stored elements [..., width] to keys [..., R + P] and values [..., V] of `dtype`."""
-        keys = jnp.concatenate(self.decode(row, dtype), axis=-1)
+        keys = jnp.concatenate(self.decode(row, dtype, scales), axis=-1)
         return keys, keys[..., : self.value_dim]
 
 
 @dataclass(frozen=True)
 class KVEntry(Entry):
-    """A key of `head_dim` values (D), followed by a value of `value_dim` (Dv, default D)."""
+    """A key of `head_dim` values (D), and a value of `value_dim` (Dv, default D).
+
+    The value follows the key, unless the layout puts it elsewhere (`value_offset` of `CacheLayout`).
+    """
 
     format: KVFormat
     head_dim: int = 128
@@ -186,9 +277,30 @@ class KVEntry(Entry):
         """D under the name "K", Dv under "V"."""
         return {"K": self.head_dim, "V": self.value_dim}
 
-    def keys_and_values(self, row, dtype) -> tuple[jax.Array, jax.Array]:
+    @property
+    def planes(self) -> tuple[tuple[Field, ...], ...]:
+        """The byte maps of a key and of a value that lie apart: its values, then its own scales, without padding.
+
+        ValueError if the format has fields that belong to both, or if the sizes leave scales unaligned.
+        """
+        fields = [field for field in self.fields() if field.name != "padding"]
+        found = []
+        for name in self.named_sizes:
+            own = [field for field in fields if field.name.partition(" ")[0] == name]
+            found.append(together(*((field.name, field.dtype, field.count) for field in own)))
+        if self.split or sum(map(len, found)) < len(fields):
+            raise ValueError(f"{self} is stored as a whole: its keys and values have fields in common")
+        for field in (field for plane in found for field in plane):
+            if field.offset % field.itemsize:
+                raise ValueError(
+                    f"{self} is stored as a whole: where keys and values lie apart, {field.name} would begin at byte "
+                    f"{field.offset}, expected a multiple of {field.itemsize}"
+                )
+        return tuple(found)
+
+    def keys_and_values(self, row, dtype, scales=(None, None)) -> tuple[jax.Array, jax.Array]:
         """Converts stored elements [..., width] to keys [..., D] and values [..., Dv] of `dtype`."""
-        keys, values = self.decode(row, dtype)
+        keys, values = self.decode(row, dtype, scales)
         return keys, values
 
 

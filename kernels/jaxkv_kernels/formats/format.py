@@ -15,9 +15,10 @@ SHORT_NAMES = {
     "e5m2": jnp.float8_e5m2,
     "e8m0": jnp.float8_e8m0fnu,
     "e2m1x2": jnp.uint8,
+    "int4x2": jnp.uint8,
 }
 """Dtypes of fields that are not called as in NumPy.  An e2m1x2 is a byte with two e2m1 values, the first in the low
-bits; `fp4.py` converts them."""
+bits; `fp4.py` converts them.  An int4x2 is a byte with two integers from -8 to 7, likewise."""
 
 FORMATS: dict[str, "Format"] = {}
 """The registered formats by name.  Messages and tables show them in this order."""

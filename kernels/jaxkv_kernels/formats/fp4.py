@@ -29,16 +29,17 @@ def tiles_of(x: jax.Array, tile: int) -> jax.Array:
     return x.astype(jnp.float32).reshape(*x.shape[:-1], x.shape[-1] // tile, tile)
 
 
-def to_e2m1(tiles: jax.Array, scale: jax.Array) -> jax.Array:
+def to_e2m1(tiles: jax.Array, scale: jax.Array, *, ties_to_even: bool = True) -> jax.Array:
     """Values [..., n, tile] divided by the scales [..., n] of their tiles, as pairs of e2m1, uint8 [..., n * tile / 2].
 
-    The exact quotient is rounded to nearest even, saturating at 6: magnitudes are compared with the products of
-    midpoints and scales, which float32 represents exactly if a scale has at most 20 bits.  NaN becomes 0.  The sign of
-    0 is kept."""
+    The exact quotient is rounded to nearest, ties to even or away from 0, saturating at 6: magnitudes are compared with
+    the products of midpoints and scales, which float32 represents exactly if a scale has at most 20 bits.  NaN becomes
+    0.  The sign of 0 is kept."""
     magnitude, scale = jnp.abs(tiles), scale[..., None]
     code = jnp.zeros(tiles.shape, jnp.uint8)
     for n, midpoint in enumerate(MIDPOINTS):
-        above = magnitude >= midpoint * scale if n % 2 else magnitude > midpoint * scale
+        up = n % 2 or not ties_to_even
+        above = magnitude >= midpoint * scale if up else magnitude > midpoint * scale
         code += above.astype(jnp.uint8)
     code = jnp.where(jnp.isinf(magnitude) & (scale > 0), jnp.uint8(7), code)  # products may be infinite as well
     negative = lax.bitcast_convert_type(tiles, jnp.int32) < 0

@@ -2,8 +2,8 @@
 
 Pages are split: a page stores the values of all tokens ([block_size, 128] bytes), then their scales ([block_size]
 float32).  This is the byte map that vLLM writes and DeepGEMM reads, on Hopper.  Two others also have 132 bytes per
-token, and are not supported: on Blackwell, vLLM 0.33 stores the scale as four equal e8m0 bytes
-(`mqa_logits_use_mx_scales`), and on ROCm, values in tiles of 16 tokens.
+token: on Blackwell, vLLM 0.33 stores the scale as four equal e8m0 bytes, which is `indexer_mxfp8`, and on ROCm, values
+in tiles of 16 tokens, which is not supported.
 
 A scale is a power of two.  It is computed from the key's absolute maximum, or 1e-4 if that is larger, as in vLLM's
 `ue8m0` mode.

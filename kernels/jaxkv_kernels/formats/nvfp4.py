@@ -5,8 +5,10 @@ A scale per tensor or per head multiplies the scales of tiles; the caller keeps 
 The arithmetic is NVIDIA's, as in vLLM's `reshape_and_cache_nvfp4`: the scale of a tile is amax / 6, divided by the
 scale of the tensor, rounded to the nearest e4m3 value, at most 448.  It is at least 2**-9, whereas vLLM stores 0 for
 smaller tiles, which are lost.  Values are rounded to nearest even and saturate; vLLM uses approximate reciprocals, and
-can differ next to ties.  The byte map is jaxkv's own: vLLM keeps the scales of a block in a region of its own, those of
-V permuted across four tokens, and does so in two ways for two generations of GPUs.  A tile with NaN has the scale NaN.
+can differ next to ties.  A tile with NaN has the scale NaN.
+
+The byte map is jaxkv's own: vLLM keeps the scales of a block in a region of its own, those of V permuted across four
+tokens (`jaxkv.swizzle_scales`), and does so in two ways for two generations of GPUs.
 """
 
 import jax.numpy as jnp

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import load_entries, ragged_slots, store_entries
+from jaxkv_kernels.addressing import load_entries, ragged_slots, scale_at, store_entries
 from jaxkv_kernels.calls import (
     CacheCall,
     GatherCall,
@@ -17,6 +17,7 @@ from jaxkv_kernels.calls import (
     ReadKV,
     ReadMLA,
     ReadState,
+    WriteEntries,
     WriteIndexerK,
     WriteKV,
     WriteMLA,
@@ -37,13 +38,20 @@ def write_mla(call: WriteMLA) -> jax.Array:
 @jax.jit
 def write_kv(call: WriteKV) -> jax.Array:
     """The buffer with keys and values stored."""
-    return _stored(call, (call.k, call.v), call.slot_mapping, (call.k_scale, call.v_scale))
+    scales = (scale_at(scale, call.slot_mapping) for scale in (call.k_scale, call.v_scale))
+    return _stored(call, (call.k, call.v), call.slot_mapping, tuple(scales))
 
 
 @jax.jit
 def write_indexer_k(call: WriteIndexerK) -> jax.Array:
     """The buffer with indexer keys stored."""
     return _stored(call, (call.k,), call.slot_mapping)
+
+
+@jax.jit
+def write_entries(call: WriteEntries) -> jax.Array:
+    """The buffer with the bytes of entries stored."""
+    return _placed(call, call.rows, call.slot_mapping)
 
 
 @jax.jit
@@ -55,9 +63,12 @@ def write_state(call: WriteState) -> jax.Array:
 
 def _stored(call: CacheCall, values: Sequence[jax.Array], slots: jax.Array, scales=(None, None)) -> jax.Array:
     """The buffer with values [T, (H,) n_i] stored at slots [T] of the layer."""
-    rows = call.entry.encode(values, scales)
-    if call.entry.one_head:
-        rows = rows[:, None]
+    return _placed(call, call.entry.encode(values, scales), slots)
+
+
+def _placed(call: CacheCall, rows: jax.Array, slots: jax.Array) -> jax.Array:
+    """The buffer with encoded entries [T, (H,) width] stored at slots [T] of the layer."""
+    rows = rows[:, None] if call.entry.one_head else rows
     return store_entries(call.buffer, call.pages, call.entry, rows, slots, call.layer)
 
 
@@ -95,7 +106,7 @@ def read_kv(call: ReadKV) -> tuple[jax.Array, jax.Array]:
 def _keys_and_values(call: GatherKV | ReadKV, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and values at `slots`; 0 outside the cache."""
     rows, valid = load_entries(call.buffer, call.pages, call.entry, slots, call.layer)
-    k, v = call.entry.decode(rows, call.dtype, (call.k_scale, call.v_scale))
+    k, v = call.entry.decode(rows, call.dtype, (scale_at(call.k_scale, slots), scale_at(call.v_scale, slots)))
     return jnp.where(valid[:, None, None], k, 0), jnp.where(valid[:, None, None], v, 0)
 
 

@@ -30,6 +30,7 @@ class XLA(Kernels):
     """Plain JAX, for any device."""
 
     transformable = True
+    two_arrays = True
 
     @supports(_MLA)
     def write_mla(self, call: calls.WriteMLA) -> jax.Array:
@@ -42,6 +43,10 @@ class XLA(Kernels):
     @supports(_INDEXER)
     def write_indexer_k(self, call: calls.WriteIndexerK) -> jax.Array:
         return entries.write_indexer_k(call)
+
+    @supports({**_MLA, **_KV, **_INDEXER})
+    def write_entries(self, call: calls.WriteEntries) -> jax.Array:
+        return entries.write_entries(call)
 
     @supports(_MLA)
     def gather_mla(self, call: calls.GatherMLA) -> tuple[jax.Array, jax.Array]:
@@ -84,7 +89,7 @@ class XLA(Kernels):
         return attention.decode_kv(call)
 
     @supports(_MLA, _batch_invariant_reasons)
-    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
+    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         return sparse.decode_mla_sparse(call)
 
     @supports(_MLA)

@@ -7,7 +7,7 @@ from support.triton.runs import Triton, interpreted, on_gpu
 
 
 @on_gpu
-class TestWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
+class TestWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans, suites.WriteEntries):
     """The whole suite, on the GPU."""
 
 
@@ -23,6 +23,11 @@ class TestReads(Triton, suites.Reads):
 
 @on_gpu
 class TestBlocks(Triton, suites.Blocks, suites.BlocksInScans):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestStates(Triton, suites.States):
     """The whole suite, on the GPU."""
 
 
@@ -49,7 +54,7 @@ class TestInterpretedHotRows(Triton, suites.HotRows):
 
 @interpreted
 @pytest.mark.usefixtures("interpreting")
-class TestInterpretedWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans):
+class TestInterpretedWrites(Triton, suites.Writes, suites.RotatedWrites, suites.WritesInScans, suites.WriteEntries):
     """The whole suite."""
 
 
@@ -68,6 +73,12 @@ class TestInterpretedReads(Triton, suites.Reads):
 @interpreted
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedBlocks(Triton, suites.Blocks, suites.BlocksInScans):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedStates(Triton, suites.States):
     """The whole suite."""
 
 

@@ -9,6 +9,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
+from support.cases import each_format
 from support.compare import assert_close, assert_same_bits
 
 
@@ -46,7 +47,7 @@ def layout_of(name, entry, **sizes):
 
 def formats(entries):
     """Parametrises `entry`."""
-    return pytest.mark.parametrize("entry", entries, ids=[entry.format for entry in entries])
+    return pytest.mark.parametrize("entry", each_format(entries), ids=[entry.format for entry in entries])
 
 
 def without_signs(scene):

@@ -8,7 +8,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import to_bytes, to_cache
 from support import oracle, scenes
-from support.cases import on_layouts
+from support.cases import apart, further, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import Suite, dtype_of, formats, layout_of
 
@@ -62,6 +62,56 @@ class WriteChecks(Suite):
         good = rng.permutation(layout.num_slots)[:count]
         bad = [-1, -(2**31), layout.num_slots, 2**31 - 1]
         return [int(slot) for slot in rng.permutation([*good, *bad])]
+
+
+class WriteEntriesChecks(WriteChecks):
+    """Checks of `write_entries`, and of values that are stored as they are."""
+
+    def check_bytes(self, entry, name):
+        """Bytes that are no encoder's: random ones."""
+        layout, rng = layout_of(name, entry, num_heads=1 if entry.one_head else 2), np.random.default_rng(0)
+        slots = self.slots(layout, rng)
+        rows = rng.integers(0, 256, (len(slots), layout.num_heads, entry.nbytes), np.uint8)
+        before = scenes.garbage(layout, rng, "random")
+        given = jnp.asarray(rows[:, 0] if entry.one_head else rows)
+        cache = self.run(jaxkv.write_entries, to_cache(layout, before), given, jnp.asarray(slots, jnp.int32), layer=1)
+        expected = before.copy()
+        entries = scenes.fetch(layout, expected, 1)
+        for row, slot in zip(rows, slots, strict=True):
+            if 0 <= slot < layout.num_slots:
+                entries[slot // layout.block_size, :, slot % layout.block_size] = row
+        scenes.place(layout, expected, 1, entries)
+        assert_same_bits(to_bytes(cache), expected, "the buffer's bytes")
+
+    def check_quantised(self, entry, name):
+        """All values of a float8 dtype, NaN included."""
+        layout, rng = layout_of(name, entry, num_heads=1 if entry.one_head else 2), np.random.default_rng(0)
+        slots = jnp.asarray(self.slots(layout, rng), jnp.int32)
+        rows = rng.integers(0, 256, (slots.size, layout.num_heads, entry.nbytes), np.uint8)
+        parts = [jnp.asarray(part) for part in np.split(rows.view(entry.values_dtype), entry.sizes[:1], axis=-1)]
+        before = scenes.garbage(layout, rng, "random")
+        found = self.write(to_cache(layout, before), parts, slots, 1, {})
+        right = self.run(
+            jaxkv.write_entries, to_cache(layout, before), jnp.asarray(rows[:, 0] if entry.one_head else rows), slots,
+            layer=1,
+        )  # fmt: skip
+        assert_same_bits(to_bytes(found), to_bytes(right))
+
+
+class WriteEntries(WriteEntriesChecks):
+    """The same on every layout."""
+
+    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES], few=True)
+    def test_stores_the_bytes(self, entry, name):
+        self.check_bytes(entry, name)
+
+    @apart
+    def test_bytes_of_keys_and_values_that_lie_apart(self, entry, name):
+        self.check_bytes(entry, name)
+
+    @formats([entry for entry in (*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES) if entry.format in ("fp8", "fp8_e5m2")])
+    def test_quantised_values_are_stored_as_they_are(self, entry):
+        self.check_quantised(entry, "LBNHC")
 
 
 def rotary_part(entry):
@@ -138,6 +188,20 @@ class RotatedWrites(RotatedChecks):
         assert_same_bits(stored, stored.astype(dtype).astype(jnp.float32))  # rounded to the dtype of the keys
 
 
+OF_TILES = [
+    entry
+    for entry in (*scenes.MLA_ENTRIES, *scenes.INDEXER_ENTRIES)
+    if any("scales" in field.name for field in entry.fields())
+]
+"""Entries that store a scale for each tile of values."""
+
+formats_with_scales = pytest.mark.parametrize(
+    "entry",
+    [entry if entry.format in ("fp8_ds_mla", "indexer_fp8") else further(entry) for entry in OF_TILES],
+    ids=[entry.format for entry in OF_TILES],
+)
+
+
 class Writes(WriteChecks):
     """The same on every layout."""
 
@@ -146,8 +210,7 @@ class Writes(WriteChecks):
         layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
 
-    @pytest.mark.parametrize("name", scenes.APART)
-    @formats(scenes.APART_ENTRIES)
+    @apart
     def test_keys_and_values_that_lie_apart(self, entry, name):
         layout = layout_of(name, entry, num_heads=2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "random")
@@ -168,7 +231,7 @@ class Writes(WriteChecks):
         layout = layout_of("BLNHC padded", entry, block_size=block_size)
         self.check(layout, 2, self.slots(layout, np.random.default_rng(0)), "nan")
 
-    @formats([scenes.MLA_ENTRIES[4], scenes.INDEXER_ENTRY])
+    @formats_with_scales
     def test_quantised_bytes_of_extreme_rows(self, entry):
         layout = layout_of("BLNHC", entry)
         n = entry.sizes[0]
@@ -192,14 +255,14 @@ class Writes(WriteChecks):
         entries = scenes.fetch(layout, to_bytes(cache), 0)[0, 0, : len(rows)]
         assert_same_bits(entries, oracle.encode(entry, [part[:, 0] for part in parts]))
 
-    def test_a_nan_stays_visible(self):
-        for entry in (scenes.MLA_ENTRIES[4], scenes.INDEXER_ENTRY):
-            layout = layout_of("BLNHC", entry)
-            parts = [jnp.ones((1, 1, size)) for size in entry.sizes]
-            parts[0] = parts[0].at[0, 0, 3].set(jnp.nan)
-            cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.asarray([7]), 0, {})
-            stored = oracle.decode(entry, scenes.fetch(layout, to_bytes(cache), 0)[0, 0, 7])[0]
-            assert np.isnan(stored[3])
+    @formats_with_scales
+    def test_a_nan_stays_visible(self, entry):
+        layout = layout_of("BLNHC", entry)
+        parts = [jnp.ones((1, 1, size)) for size in entry.sizes]
+        parts[0] = parts[0].at[0, 0, 3].set(jnp.nan)
+        cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.asarray([7]), 0, {})
+        stored = oracle.decode(entry, scenes.fetch(layout, to_bytes(cache), 0)[0, 0, 7])[0]
+        assert np.isnan(stored[3])
 
     def test_fp8_saturates(self):
         layout = layout_of("BLNHC", scenes.MLA_ENTRIES[3])
