@@ -8,7 +8,7 @@ values.  The sizes of caches are published for GPUs; `on_cpu` has what replaces 
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,8 @@ class Case:
     causal: bool = True
     sinks: bool = False
     logit_cap: float | None = None
+    prefill: bool = False
+    """Whether keys and values are gathered first."""
 
     @property
     def latents(self) -> bool:
@@ -94,6 +96,24 @@ BF16, F16, FP8 = ("bf16", "bfloat16"), ("f16", "float16"), ("fp8", "bfloat16")
 HEAD_SIZES = tuple((size, size) for size in (64, 128, 192, 256))
 FEW_BLOCKS = {"num_blocks": 240}
 """More than the blocks of all requests; the published tests have 2,048, or more than int32 offsets can address."""
+
+PREFILLED = Calls(
+    CONTIGUITY_OF_TRTLLM,
+    "test_flashinfer_trtllm_prefill_with_baseline",
+    {
+        "requests": [drawn_requests(4, 1024, 4096), drawn_requests(12, 1024, 4096)],
+        "heads": [(64, 8), (40, 8)],
+        "sizes": [(128, 128)],
+        "block_size": [16],
+        "num_blocks": [32768],
+        "shape": ["B2HNC"],
+        "window": [(-1, -1), (127, -1)],
+        "sinks": [True, False],
+        "formats": [BF16, ("fp8", "float8_e4m3fn")],
+    },
+    on_cpu={"num_blocks": 3200, "requests": drawn_requests(4, 64, 512)},  # of 1,024 and 4,096 tokens
+    outside="results in float8 and FP4",
+)
 
 ATTENTION = (
     Calls(
@@ -227,22 +247,11 @@ ATTENTION = (
         on_cpu={"num_blocks": 3200},
         outside="results in float8 and FP4",
     ),
-    Calls(
-        CONTIGUITY_OF_TRTLLM,
-        "test_flashinfer_trtllm_prefill_with_baseline",
-        {
-            "requests": [drawn_requests(4, 1024, 4096), drawn_requests(12, 1024, 4096)],
-            "heads": [(64, 8), (40, 8)],
-            "sizes": [(128, 128)],
-            "block_size": [16],
-            "num_blocks": [32768],
-            "shape": ["B2HNC"],
-            "window": [(-1, -1), (127, -1)],
-            "sinks": [True, False],
-            "formats": [BF16, ("fp8", "float8_e4m3fn")],
-        },
-        on_cpu={"num_blocks": 3200, "requests": drawn_requests(4, 64, 512)},  # of 1,024 and 4,096 tokens
-        outside="results in float8 and FP4",
+    PREFILLED,
+    replace(
+        PREFILLED,
+        name=f"{PREFILLED.name}, by prefill_kv",
+        axes={**PREFILLED.axes, "formats": [BF16, FP8], "prefill": [True]},
     ),
     # Llama 3.2 1B, with which the pull request was run: 167,623 blocks take 88 GB.
     Calls(

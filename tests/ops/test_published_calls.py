@@ -15,7 +15,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import entry_bytes, to_cache
 from ops.published_calls import ABSENT, ATTENTION, GATHERS
-from support import oracle
+from support import oracle, scenes
 from support.available import assume_available
 from support.cases import further
 from support.compare import assert_close
@@ -23,7 +23,7 @@ from support.hopper import on_hopper
 from support.suites.base import Suite
 from support.triton.runs import on_gpu
 
-AXES = {"L": "layer", "B": "block", "N": "token", "H": "head", "2": "part"}
+AXES = {"L": "layer", "B": "block", "N": "token", "H": "head", "2": "value"}
 LARGEST = 200
 """What the largest value is stored as in float8 in the published tests."""
 MOST_BLOCKS = 1024
@@ -41,8 +41,9 @@ def layouts_of(case) -> list[jaxkv.CacheLayout]:
     for axis in reversed(case.shape[:-1]):
         steps[AXES[axis]] = step
         step *= counts[axis]
+    values = steps.pop("value", None)
     sizes = {"num_layers": case.num_layers, "num_blocks": case.num_blocks, "block_size": case.block_size, "size": step}
-    view = partial(jaxkv.CacheLayout.from_strides, **sizes, strides=steps)
+    view = partial(jaxkv.CacheLayout.from_strides, **sizes, strides=steps, value_offset=values)
     form, (size, value_size) = case.formats[0], case.sizes
     if not case.latents:
         return [view(entry=jaxkv.KVEntry(form, size), num_heads=heads)]
@@ -70,8 +71,9 @@ def stored(case):
         values = [rng.standard_normal((len(blocks), heads, size, n)).astype(np.float32) for n in entry.sizes]
         scaled = entry.codec.scaled
         scales = tuple(np.float32(np.abs(x).max() / LARGEST) for x in values) if scaled else (1.0, 1.0)
-        rows, pages = oracle.encode(entry, values, scales), entry_bytes(layout, buffer)[-1]
-        pages[blocks] = rows.reshape(len(blocks), *pages.shape[1:])
+        rows = oracle.encode(entry, values, scales)
+        for view, places in zip(entry_bytes(layout, buffer), scenes.run_places(layout), strict=True):
+            view[-1][blocks] = rows[..., places]
         tokens = [rows[end - count : end].swapaxes(1, 2) for end, count in zip(ends, needed, strict=True)]
         tokens = [x.reshape(-1, heads, x.shape[-1])[:n] for x, n in zip(tokens, lengths, strict=True)]
         parts.append([oracle.decode(entry, x, scales) for x in tokens])
@@ -82,7 +84,9 @@ def stored(case):
 
 def cache_of(case):
     """The fields of a case that its cache depends on."""
-    return replace(case, heads=(1, case.heads[1]), window=(-1, -1), causal=True, sinks=False, logit_cap=None)
+    return replace(
+        case, heads=(1, case.heads[1]), window=(-1, -1), causal=True, sinks=False, logit_cap=None, prefill=False
+    )
 
 
 def calls_of(case, caches, scales, q, tables, lengths, sums, sinks) -> Iterator[tuple]:
@@ -109,7 +113,8 @@ def calls_of(case, caches, scales, q, tables, lengths, sums, sinks) -> Iterator[
             yield jaxkv.decode_mla, (*mine, cache, tables, lengths), options
         else:
             entry = {name: scales[name[0]] for name in ("k_scale", "v_scale") if cache.layout.entry.codec.scaled}
-            yield jaxkv.decode_kv, (*mine, cache, tables, lengths), {**options, **entry}
+            operation = jaxkv.prefill_kv if case.prefill else jaxkv.decode_kv
+            yield operation, (*mine, cache, tables, lengths), {**options, **entry}
 
 
 def requests_of(case):
@@ -133,7 +138,8 @@ def check(case, q, found, parts, scale, sinks):
         seen = [oracle.seen(length - count + t, length, case.window, causal=case.causal) for t in rows]
         options = {"seen": np.stack(seen), "logit_cap": case.logit_cap, "sinks": None if sinks is None else sinks[some]}
         right, _ = oracle.attention(q[first + rows][:, some], keys[:, of], values[:, of], scale, **options)
-        assert_close(found[first + rows][:, some], right, roundings=4, magnitude=1)
+        roundings = 6 if case.prefill else 4  # which also rounds keys and values to the dtype of the queries
+        assert_close(found[first + rows][:, some], right, roundings=roundings, magnitude=1)
 
 
 def some(calls):
@@ -247,14 +253,12 @@ class OnGPUs(PublishedCalls):
 @on_gpu
 class TestTriton(OnGPUs):
     implementation = "triton"
-    gaps = ("a window in which query tokens see",)
 
 
 @on_hopper
 class TestMosaicGPU(OnGPUs):
     implementation = "mosaic_gpu"
     gaps = (
-        *TestTriton.gaps,
         "entries of",  # quantised heads are of 128 or 256 values
         "query tokens x heads",  # quantised entries with more than 16 rows per head
         "keys and values of format 'fp8' that lie apart",

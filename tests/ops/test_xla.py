@@ -51,10 +51,6 @@ class TestKVMasks(suites.KVMasks):
     implementation = "xla"
 
 
-class TestMLACombinations(suites.MLACombinations):
-    implementation = "xla"
-
-
 class TestMLATreeMasks(suites.MLATreeMasks):
     implementation = "xla"
 
@@ -69,10 +65,6 @@ class TestMLASharedPrefixes(suites.MLASharedPrefixes):
 
 
 class TestKVSharedPrefixes(suites.KVSharedPrefixes):
-    implementation = "xla"
-
-
-class TestKVCombinations(suites.KVCombinations):
     implementation = "xla"
 
 
@@ -124,6 +116,14 @@ class TestRouting(suites.Routing):
 
 
 class TestLinear(suites.Linear):
+    implementation = "xla"
+
+
+class TestMLACombinations(suites.MLACombinations):
+    implementation = "xla"
+
+
+class TestKVCombinations(suites.KVCombinations):
     implementation = "xla"
 
 

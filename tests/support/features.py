@@ -37,7 +37,14 @@ FEATURES = {
                 XLA + "TestDecodeKV::test_keys_and_values_that_lie_apart",
             ),
         ),
-        Feature("keys and values as two arrays", "a cache is one buffer: concatenate the arrays"),
+        Feature(
+            "keys and values as two arrays",
+            "`from_strides(value_size=)`, on `xla`",
+            (
+                "tests/ops/test_two_arrays.py::test_reads_equal_those_of_a_packed_cache",
+                "tests/ops/test_two_arrays.py::test_writes_touch_nothing_else_and_update_both_arrays_in_place",
+            ),
+        ),
         Feature(
             "vLLM's cross-layer blocks, NHD and HND",
             "`from_strides`; the default order is cross-layer",

@@ -123,7 +123,7 @@ def place(layout, buffer, layer, entries):
             parts = np.split(source, _edges(layout.entry), axis=-1)
             flat = np.concatenate([part.reshape(*source.shape[:2], -1) for part in parts], axis=-1)
             source = flat.reshape(source.shape)
-        for view, places in zip(entry_bytes(layout, target), _places(layout), strict=True):
+        for view, places in zip(entry_bytes(layout, target), run_places(layout), strict=True):
             view[layer] = source[..., places]
     return written
 
@@ -132,7 +132,7 @@ def fetch(layout, buffer, layer):
     """What `place` stores: entries [B, H, N, nbytes] of `layer`; 0 in padding that planes do not have."""
     pages = [view[layer] for view in entry_bytes(layout, np.asarray(buffer))]
     entries = np.zeros((*pages[0].shape[:3], layout.entry.nbytes), np.uint8)
-    for page, places in zip(pages, _places(layout), strict=True):
+    for page, places in zip(pages, run_places(layout), strict=True):
         entries[..., places] = page
     if not is_split(layout.entry):
         return entries
@@ -141,7 +141,7 @@ def fetch(layout, buffer, layer):
     return np.concatenate([part.reshape(*entries.shape[:3], -1) for part in parts], axis=-1)
 
 
-def _places(layout):
+def run_places(layout):
     """Which bytes of an entry each view of `entry_bytes` has."""
     return [np.s_[:]] if layout.value_offset is None else oracle.planes(layout.entry)
 

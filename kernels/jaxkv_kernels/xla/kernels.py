@@ -44,7 +44,7 @@ class XLA(Kernels):
     def write_indexer_k(self, call: calls.WriteIndexerK) -> jax.Array:
         return entries.write_indexer_k(call)
 
-    @supports({**_MLA, **_KV, **_INDEXER})
+    @supports()
     def write_entries(self, call: calls.WriteEntries) -> jax.Array:
         return entries.write_entries(call)
 
