@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Hashable
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def _mask(mask: Any) -> Mask:
             f"`mask` returns {describe(found)} for query positions [2, 1] and key positions [3]: {expected}, which "
             "returns an array of bool"
         )
-    return mask
+    return cast(Mask, mask)
 
 
 def _tree(dims: Dims, requests: dict[str, Any], q_len, causal, tree_mask, cu_q_lens) -> Tree:
