@@ -8,13 +8,22 @@ Tables of recorded timings are written by `notebooks/h200/report.py`.
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
 
 from jaxkv.support import format_table, support_matrix
 
 ROOT = Path(__file__).parents[1]
-READMES = ROOT / "README.md", ROOT / "kernels" / "jaxkv_kernels" / "formats" / "README.md"
+sys.path.append(str(ROOT / "tests"))
+from support import features  # noqa: E402
+
+READMES = (
+    ROOT / "README.md",
+    ROOT / "kernels" / "jaxkv_kernels" / "formats" / "README.md",
+    ROOT / "jaxkv" / "ops" / "README.md",
+)
 ACCURACY = ROOT / "notebooks" / "accuracy" / "entry_formats.json"
+QUERIES = ACCURACY.with_name("query_formats.json")
 
 
 def accuracy_table() -> str:
@@ -31,7 +40,26 @@ def accuracy_table() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"matrix": support_matrix, "formats": format_table, "accuracy": accuracy_table}
+def query_table() -> str:
+    """A Markdown table of what `notebooks/accuracy/query_formats.py` measured: a column per format of queries."""
+    rows = json.loads(QUERIES.read_text())["rows"]
+    forms = list(dict.fromkeys(row["queries"] for row in rows))
+    names = " | ".join(f"queries in {form}" for form in forms)
+    lines = [f"| entries | format | {names} |", "|---" * (2 + len(forms)) + "|"]
+    for entries, format in dict.fromkeys((row["entries"], row["format"]) for row in rows):
+        own = {row["queries"]: row for row in rows if (row["entries"], row["format"]) == (entries, format)}
+        cells = [f"{own[form]['error_median']:.1e}, {own[form]['error_largest']:.1e}" for form in forms]
+        lines.append(f"| {entries} | `{format}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+TABLES = {
+    "matrix": support_matrix,
+    "formats": format_table,
+    "accuracy": accuracy_table,
+    "queries": query_table,
+    "features": features.table,
+}
 
 
 def main() -> None:

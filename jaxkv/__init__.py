@@ -30,6 +30,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   ValueError for invalid data (slots, block ids, lengths) at run time.
 
 `jaxkv.blocks` allocates blocks inside `jit`, with sharing and copy on write: for beam search and best-of-n.
+`jaxkv.masks` has masks of attention by position that all implementations support.
 `jaxkv.models` has language models built on these operations, and `jaxkv.serving` the engine that serves them.
 `jaxkv.offload` stores blocks in host memory and on disk.  `jaxkv.parallel` has recipes for several devices.
 """

@@ -18,11 +18,13 @@ Kind = TypeVar("Kind", bound=Entry)
 class KVCache[E: Entry]:
     """A pytree of one flat array and its static layout; it can be passed through `jit`, `scan` and `shard_map`.
 
-    Operations return a new cache.  If the cache is donated to the outermost `jit`, the buffer is updated in place.
+    Operations return a new cache.  If the cache is donated to the outermost `jit`, the buffer is updated in place: both
+    arrays, if keys and values have one each.
     """
 
     buffer: jax.Array
-    """`layout.dtype` [layout.size]."""
+    """`layout.dtype` [layout.size].  If values have an array of their own (`layout.value_size`), this is the pair
+    (keys, values), `layout.dtype` [layout.size] and [layout.value_size]."""
     layout: CacheLayout[E] = field(metadata={"static": True})
 
     @staticmethod
@@ -36,7 +38,10 @@ class KVCache[E: Entry]:
             raise ValueError(
                 f"`layout` is a {type(layout).__name__}: expected a CacheLayout, such as packed[name] of a PackedLayout"
             )
-        return KVCache(jnp.zeros((layout.size,), layout.dtype, device=device), layout)
+        buffer: Any = jnp.zeros((layout.size,), layout.dtype, device=device)
+        if layout.value_size is not None:
+            buffer = buffer, jnp.zeros((layout.value_size,), layout.dtype, device=device)
+        return KVCache(buffer, layout)
 
     def __repr__(self):
         return f"KVCache({self.layout!r})"  # without the buffer's values
@@ -49,10 +54,12 @@ class KVCache[E: Entry]:
         """
         if not isinstance(layout, CacheLayout):
             raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout")
-        if (layout.size, layout.dtype) != (self.layout.size, self.layout.dtype):
+        sizes, own = ((each.size, each.value_size) for each in (layout, self.layout))
+        if (sizes, layout.dtype) != (own, self.layout.dtype):
+            elements, here = (" and ".join(map(str, filter(None, each))) for each in (sizes, own))
             raise ValueError(
-                f"`layout` describes a buffer of {layout.size} elements of {layout.dtype}; this cache has "
-                f"{self.layout.size} of {self.layout.dtype}"
+                f"`layout` describes a buffer of {elements} elements of {layout.dtype}; this cache has {here} of "
+                f"{self.layout.dtype}"
             )
         if layout.shards != self.layout.shards:
             raise ValueError(f"`layout` has tokens of {layout.shards}; this cache has those of {self.layout.shards}")

@@ -10,11 +10,14 @@ from jax import lax
 from jax.typing import ArrayLike
 
 from jaxkv.cache import KVCache
+from jaxkv.layout.layout import CacheLayout
 from jaxkv_kernels.addressing import MAX_SLOTS
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.integers import as_int
 
 FLOATS = ("bfloat16", "float16", "float32")
+QUERIES = (*FLOATS, "float8_e4m3fn")
+"""The dtypes of the queries of attention and of the indexer."""
 MAY_BE_EMPTY = ("T", "n", "P")
 """Axes that may have length 0: T new tokens, n blocks and P values of a rotary part.  All other axes must have at least
 one element, but for those that an operation allows to be empty."""
@@ -112,9 +115,25 @@ def check_cache[E: Entry](cache: KVCache, *kinds: type[E], name: str = "cache") 
     if not isinstance(layout.entry, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise ValueError(f"`{name}` stores {layout.entry}: this operation takes a cache of {wanted}")
-    if getattr(buffer, "shape", None) != (layout.size,) or buffer.dtype != layout.dtype:
-        raise ValueError(f"`{name}.buffer` is {describe(buffer)}: expected its layout's {layout.dtype}[{layout.size}]")
+    parts: dict[str, tuple[Any, int]] = {f"{name}.buffer": (buffer, layout.size)}
+    if layout.value_size is not None:
+        if not isinstance(buffer, tuple) or len(buffer) != 2:
+            raise ValueError(f"`{name}.buffer` is {describe(buffer)}: expected the pair (keys, values) of its layout")
+        keys, values = buffer
+        parts = {f"{name}.buffer[0]": (keys, layout.size), f"{name}.buffer[1]": (values, layout.value_size)}
+    for what, (array, size) in parts.items():
+        if getattr(array, "shape", None) != (size,) or array.dtype != layout.dtype:
+            raise ValueError(f"`{what}` is {describe(array)}: expected its layout's {layout.dtype}[{size}]")
     return cast(E, layout.entry)
+
+
+def check_one_buffer(name: str, layout: CacheLayout) -> None:
+    """ValueError if keys and values have an array each; messages call the layout's cache `name`."""
+    if layout.value_size is not None:
+        raise ValueError(
+            f"`{name}` has keys and values in arrays of {layout.size} and {layout.value_size} elements: expected one "
+            "buffer, because its blocks are moved, or divided over devices, as parts of one array"
+        )
 
 
 def mla_dims(cache: KVCache) -> Dims:
@@ -169,8 +188,9 @@ def static_scale(scale: Any) -> float:
 
 
 def entry_scale(name: str, scale: Any, cache: KVCache, *, heads: bool = False) -> jax.Array | None:
-    """The scale of entries as float32, scalar or [H]; None for a format without a scale.
+    """The scale of entries as float32; None for a format without a scale.
 
+    It is a scalar or, with `heads`, also one per head [H], or one per token and head [num_blocks, block_size, H].
     ValueError if a scale is missing, or is passed for a format without one.
     """
     entry, count = cache.layout.entry, cache.layout.num_heads
@@ -184,11 +204,33 @@ def entry_scale(name: str, scale: Any, cache: KVCache, *, heads: bool = False) -
         raise ValueError(
             f"`{name}` is None: expected a number, as entries of format {entry.format!r} are stored divided by a scale"
         )
-    shape = getattr(scale, "shape", ())
-    if heads and shape not in ((), (count,)):
-        raise ValueError(f"`{name}` has shape {shape}: expected a scalar, or [H] = [{count}] with one scale per head")
+    shape, pages = getattr(scale, "shape", ()), cache.layout.pages
+    tokens = pages.num_blocks, pages.block_size, count
+    if heads and shape not in ((), (count,), tokens):
+        raise ValueError(
+            f"`{name}` has shape {shape}: expected a scalar, [H] = [{count}] with one scale per head, or "
+            f"[num_blocks, block_size, H] = {[*tokens]} with one per token and head"
+        )
     scale = _floats(name, scale, shape if heads else (), positive=True)
-    return jnp.broadcast_to(scale, (count,)) if heads and isinstance(scale, jax.Array) else scale
+    return jnp.broadcast_to(scale, (count,)) if heads and shape == () and isinstance(scale, jax.Array) else scale
+
+
+def query_scale(scale: Any, q: Any, heads: int) -> jax.Array | None:
+    """The scale of queries `q` of e4m3 as float32, scalar or [Hq]; None if there is none.
+
+    ValueError if it has another shape, or `q` another dtype.
+    """
+    if scale is None:
+        return None
+    if str(q.dtype) in FLOATS:
+        raise ValueError(
+            f"`q_scale` is {describe(scale)}: expected None, as queries of {q.dtype} have no scale (multiply "
+            "`scale` by it)"
+        )
+    shape = getattr(scale, "shape", ())
+    if shape not in ((), (heads,)):
+        raise ValueError(f"`q_scale` has shape {shape}: expected a scalar, or [Hq] = [{heads}] with one scale per head")
+    return _floats("q_scale", scale, shape, positive=True)
 
 
 def _floats(name: str, value: Any, shape: tuple[int, ...] = (), positive: bool = False) -> jax.Array:
@@ -255,7 +297,9 @@ def static_bool(name: str, value: Any) -> bool:
     return bool(value)
 
 
-def window_of(window: Any, causal: Any, capacity: int, q_len: int | None = None) -> tuple[int | None, int | None]:
+def window_of(
+    window: Any, causal: Any, capacity: int, q_len: int | None = None, *, tree: bool = False
+) -> tuple[int | None, int | None]:
     """`window` and `causal` as kernels expect them.
 
     Args:
@@ -263,6 +307,7 @@ def window_of(window: Any, causal: Any, capacity: int, q_len: int | None = None)
       causal: as in `decode_mla`.
       capacity: the tokens of a block table.
       q_len: query tokens per request; None if requests may have any number.
+      tree: whether a `tree_mask` replaces the causal mask.
 
     Returns:
       `window` and `ahead` of `jaxkv_kernels.calls.DecodeCall`: how many tokens a query token sees up to its own, and
@@ -275,7 +320,8 @@ def window_of(window: Any, causal: Any, capacity: int, q_len: int | None = None)
     causal = static_bool("causal", causal)
     left, right = (-1, -1) if window is None else _sides(window, causal)
     behind = left + 1 if 0 <= left < min(capacity, MAX_SLOTS) - 1 else None
-    if causal or (behind is not None and q_len == 1):  # no token comes after the only query token
+    alone = behind is not None and q_len == 1  # no token comes after the only query token
+    if (causal or alone) and not tree:
         return behind, 0
     # The query tokens are the last ones of their request: at most `q_len` - 1 tokens come after any of them.
     most = MAX_SLOTS if q_len is None else q_len - 1

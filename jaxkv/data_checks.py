@@ -80,7 +80,7 @@ def check_written_once(name, slots, what):
     )
 
 
-def check_tables(block_tables, first, lengths, pages, name="seq_lens", most=None):
+def check_tables(block_tables, first, lengths, pages, name="seq_lens", tables_name="block_tables", *, most=None):
     """Checks that positions first <= p < lengths lie in the table, and that those below `most` have valid blocks."""
     capacity = table_tokens(block_tables, pages.block_size)
     fits = (lengths >= 0) & (lengths <= capacity)
@@ -89,7 +89,7 @@ def check_tables(block_tables, first, lengths, pages, name="seq_lens", most=None
     last = lengths if most is None else jnp.minimum(lengths, most)
     live = (begins + pages.block_size > first[:, None]) & (begins < last[:, None])
     inside = (block_tables >= 0) & (block_tables < pages.num_blocks)
-    require(inside | ~live, "block_tables", block_tables, f"the cache has blocks 0 to {pages.num_blocks - 1}")
+    require(inside | ~live, tables_name, block_tables, f"the cache has blocks 0 to {pages.num_blocks - 1}")
 
 
 def check_ids(name, blocks, pages, used=None):

@@ -72,6 +72,7 @@ WRITES, BLOCKS = ("tests/ops/test_xla.py::TestWrites",), ("tests/ops/test_xla.py
 MLA, KV = ("tests/ops/test_xla.py::TestDecodeMLA",), ("tests/ops/test_xla.py::TestDecodeKV",)
 KV_WINDOWS = ("tests/ops/test_xla.py::TestKVWindowsOfBothSides",)
 SPARSE_MLA, EXTRA = ("tests/ops/test_xla.py::TestDecodeMLASparse",), ("tests/ops/test_xla.py::TestExtraSlots",)
+TOKEN_SCALES, INDEXER = ("tests/ops/test_xla.py::TestTokenScales",), ("tests/ops/test_xla.py::TestIndexer",)
 MERGE = ("tests/ops/test_xla.py::TestMerge",)
 PLAN = ("tests/kernels/mosaic_gpu/test_plan.py",)
 MOSAIC_MLA, MOSAIC_KV = ("tests/kernels/mosaic_gpu/test_decode_mla.py",), ("tests/kernels/mosaic_gpu/test_kv.py",)
@@ -109,15 +110,15 @@ MUTANTS = {
         Mutant(
             "entries may cross the rows of a view",
             ADDRESSING,
-            "if row % stride or inside > stride or row // stride >= ROW_LIMIT:",
-            "if row % stride or row // stride >= ROW_LIMIT:",
+            "if not same or row % stride or max(inside) > stride or row // stride >= ROW_LIMIT:",
+            "if not same or row % stride or row // stride >= ROW_LIMIT:",
             ("tests/layout", *WRITES),
         ),
         Mutant(
             "values that lie apart are read beside their keys",
             ADDRESSING,
-            "pages.offset + part * pages.part_stride for part",
-            "pages.offset + part * pages.width for part",
+            "else (replace(self, values=None), self.values)",
+            "else (replace(self, values=None), replace(self, values=None, offset=self.offset + self.width))",
             WRITES,
         ),
         Mutant(
@@ -130,8 +131,8 @@ MUTANTS = {
         Mutant(
             "blocks with a gap around them count as runs",
             ADDRESSING,
-            "return end <= self.block_stride and self.block_stride * self.num_blocks == self.size",
-            "return end <= self.block_stride",
+            "return self.block_stride * self.num_blocks == self.size and all(",
+            "return all(",
             ("tests/layout", *BLOCKS),
         ),
         Mutant(
@@ -193,6 +194,13 @@ MUTANTS = {
             SPARSE_MLA,
         ),
         Mutant(
+            "a window without its last token (Mosaic GPU)",
+            MASKS,
+            "(token - ahead if ahead else token) <= own",
+            "(token - ahead if ahead else token) <= own - bool(ahead)",
+            MOSAIC_KV,
+        ),
+        Mutant(
             "a window of one token more (Mosaic GPU)",
             MASKS,
             "jnp.where(token > own - window, scores, MASKED)",
@@ -207,19 +215,63 @@ MUTANTS = {
             MOSAIC_MLA,
         ),
     ),
+    "queries and scales": (
+        Mutant(
+            "queries with scales per head without that of their head",
+            "jaxkv/ops/attention.py",
+            "* (factor / factor.max())[:, None]",
+            "* (factor / factor)[:, None]",
+            KV,
+        ),
+        Mutant(
+            "scales per token of the slots before",
+            ADDRESSING,
+            '.at[slots].get(mode="clip")',
+            '.at[slots - 1].get(mode="clip")',
+            TOKEN_SCALES,
+        ),
+        Mutant(
+            "the largest logits of one of two caches",
+            SOFTMAX,
+            "largest.max(axis=0)",
+            "largest[0]",
+            ("tests/ops/test_xla.py::TestMaxLogits",),
+        ),
+        Mutant(
+            "ragged query tokens of the indexer see later tokens",
+            "jaxkv/ops/indexer.py",
+            "block_size)[requests] - after",
+            "block_size)[requests]",
+            INDEXER,
+        ),
+        Mutant(
+            "the logit at the length of a row takes part",
+            "jaxkv/ops/indexer.py",
+            "dtype=jnp.int32) < lengths[..., None], logits",
+            "dtype=jnp.int32) <= lengths[..., None], logits",
+            INDEXER,
+        ),
+    ),
     "planner": (
         Mutant(
             "the last full step has no causal mask",
             SCHEDULER,
-            "_div(jnp.maximum(keys - (problem.tokens - 1), 0), problem.step)",
+            "_div(jnp.maximum(keys - problem.hidden(beyond), 0), problem.step)",
             "_div(keys, problem.step)",
             PLAN,
         ),
         Mutant(
             "steps begin at the window of the last query token",
             SCHEDULER,
-            "jnp.maximum(lengths - (self.tokens - 1) - self.window, 0)",
-            "jnp.maximum(lengths - self.window, 0)",
+            "jnp.maximum(query_ends - (self.tokens - 1) - self.window, 0)",
+            "jnp.maximum(query_ends - self.window, 0)",
+            PLAN,
+        ),
+        Mutant(
+            "query tokens that are not the last ones count as the last ones (Mosaic GPU)",
+            SCHEDULER,
+            "query_ends = lengths if beyond is None else lengths - beyond",
+            "query_ends = lengths",
             PLAN,
         ),
         Mutant(

@@ -13,11 +13,29 @@ SHOWN = 8
 
 @dataclass(frozen=True)
 class Axis:
-    """`count` steps of `stride` bytes along "layer", "block", "head", "token" or "part"."""
+    """`count` steps of `stride` bytes along "layer", "block", "head", "token" or "part" (keys and values)."""
 
     name: str
     count: int
     stride: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """Where the entries lie, or the keys or the values of all entries, if these lie apart; in bytes."""
+
+    name: str
+    """"entries", "keys" or "values"."""
+    fields: tuple[Field, ...]
+    """What one run stores."""
+    axes: tuple[Axis, ...]
+    """All four axes, outermost in memory first."""
+    offset: int
+    """The byte of the buffer at which the first of them begins."""
+    nbytes: int
+    """Bytes of one of them."""
+    own_array: bool = False
+    """Whether values lie in an array of their own."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +44,10 @@ class Description:
 
     entry: Entry
     block_size: int
-    axes: tuple[Axis, ...]
-    """All axes, outermost in memory first: four, or five if keys and values lie apart."""
+    runs: tuple[Run, ...]
+    """One, of whole entries, or two, of keys and of values, if these lie apart."""
     order: str
     """The order of the axes in letters, such as `BLNHC`."""
-    offset: int
-    """The byte of the buffer at which the first entry begins."""
     nbytes: int
     """Bytes of the whole buffer."""
     block_nbytes: int
@@ -108,19 +124,25 @@ def _section(about: Description) -> list[str]:
     lines = [
         f"entry        {about.entry}",
         f"             {about.entry.nbytes:,} bytes, {about.entry.nbytes // item:,} elements",
-        "",
-        f"{'axis':<8}{'count':>14}{'stride, elements':>20}{'stride, bytes':>20}",
     ]
-    for axis in about.axes:
-        size = f"{human(axis.stride):>14}" if axis.stride >= 1024 else ""
-        lines.append(f"{axis.name:<8}{axis.count:>14,}{axis.stride // item:>20,}{axis.stride:>20,}{size}")
+    offsets = []
+    for run in about.runs:
+        apart = len(about.runs) > 1
+        offset = f"{run.offset // item:,} elements, {run.offset:,} bytes"
+        what = f" ({run.name} of {run.nbytes:,} bytes{', in an array of their own' * run.own_array})"
+        offsets.append(f"offset       {offset}" + what * apart)
+        title = run.name if apart else "axis"
+        lines += ["", f"{title:<8}{'count':>14}{'stride, elements':>20}{'stride, bytes':>20}"]
+        for axis in run.axes:
+            size = f"{human(axis.stride):>14}" if axis.stride >= 1024 else ""
+            lines.append(f"{axis.name:<8}{axis.count:>14,}{axis.stride // item:>20,}{axis.stride:>20,}{size}")
     devices, interleave = about.shards
     tokens = f"1 of {devices:,} devices' share, {interleave:,} consecutive token{'s' * (interleave > 1)} at a time"
     return [
         *lines,
         "",
         *[f"tokens       {tokens}"] * (devices > 1),
-        f"offset       {about.offset // item:,} elements, {about.offset:,} bytes",
+        *offsets,
         f"alignment    {about.alignment:,} bytes",
         f"contiguous   a block: {yes_no[about.is_block_contiguous]}, a layer: {yes_no[about.is_layer_contiguous]}",
         f"block        {about.block_nbytes:,} bytes ({human(about.block_nbytes)})",
@@ -161,15 +183,16 @@ def bands(groups: Descriptions) -> list[Band]:
     """The rows of the memory map: the whole buffer, then its first step in more detail, and so on down to an entry.
 
     If groups have several tables, there is a row for the first block of each table, as if that table had it.  Below
-    these rows, each group has its own.  ValueError if the steps of an axis interleave in memory.
+    these rows, each group has its own.  If keys and values lie apart, a row shows both, and those below it what comes
+    first in memory.  ValueError if the steps of an axis, or keys and values, interleave in memory.
     """
     views = [_View(name, about) for name, about in groups.items()]
     for view in views:
         view.check_order()
     about, outer = views[0].about, views[0].axes[0]
-    start = min(view.about.offset for view in views)
-    span = max(view.about.offset + view.span(1) for view in views) - start
-    items = _items(outer, start, span)
+    start = min(view.start for view in views)
+    span = max(view.start + view.span(1) for view in views) - start
+    items = views[0].items(0, start) if outer.name == "part" else _items(outer, start, span)
     # If blocks are runs, the bytes of the run before its first entry belong to the block.
     low = 0 if about.blocks_are_runs else start
     high = min(low + outer.stride, about.nbytes)
@@ -177,7 +200,7 @@ def bands(groups: Descriptions) -> list[Band]:
     tables = _tables(groups)
     for row, name in enumerate(tables, 1):
         inside = [view for view in views if view.about.table == name]
-        pieces = sorted((x for view in inside for x in view.pieces(1, view.about.offset)), key=lambda x: x.start)
+        pieces = sorted((x for view in inside for x in view.pieces(1, view.start)), key=lambda x: x.start)
         title = items[0].label + f" of table {name!r}" * (len(tables) > 1)
         note = "; ".join(f"{view.name}: {view.note(1)}" if view.name else view.note(1) for view in inside)
         found.append(Band(title, note, _fill(pieces, low, high), row, None, (0, None)))
@@ -194,9 +217,36 @@ class _View:
     about: Description
 
     @cached_property
+    def runs(self) -> list[Run]:
+        """The runs of the layout, in order of their first bytes."""
+        return sorted(self.about.runs, key=lambda run: run.offset)
+
+    @property
+    def start(self) -> int:
+        """The first byte of an entry."""
+        return self.runs[0].offset
+
+    @cached_property
     def axes(self) -> list[Axis]:
-        """The axes, outermost first, without head and token axes of length 1."""
-        return [axis for axis in self.about.axes if axis.count > 1 or axis.name in ("block", "layer")]
+        """The axes, outermost first, without head and token axes of length 1.
+
+        If keys and values lie apart, "part" is one of the axes.  Those outside of it are axes of both, and those inside
+        of it are axes of what comes first.
+        """
+        axes, theirs = _shown(self.runs[0]), _shown(self.runs[-1])
+        if len(self.runs) == 1:
+            return axes
+        if any(run.own_array for run in self.runs):
+            raise ValueError("keys and values lie in an array each: a memory map shows one buffer")
+        first, second = self.runs
+        for depth in range(len(axes) + 1):
+            if first.offset + _extent(axes[depth:]) + first.nbytes <= second.offset:
+                return [*axes[:depth], Axis("part", 2, second.offset - first.offset), *axes[depth:]]
+            if not all(_alike(*pair) for pair in zip(axes[depth : depth + 1], theirs[depth : depth + 1], strict=True)):
+                break
+        raise ValueError(
+            "keys and values interleave in memory.  A memory map can show only parts that lie one after the other"
+        )
 
     @cached_property
     def regions(self) -> list[tuple[Field, ...]]:
@@ -210,17 +260,18 @@ class _View:
 
     def span(self, depth: int) -> int:
         """Bytes from the start of the first entry at this depth to the end of the last one."""
-        return sum((axis.count - 1) * axis.stride for axis in self.axes[depth:]) + self.run
-
-    @cached_property
-    def run(self) -> int:
-        """Bytes of an entry, or of a key if keys and values lie apart."""
-        return self.about.entry.nbytes // next((axis.count for axis in self.axes if axis.name == "part"), 1)
+        names = [axis.name for axis in self.axes]
+        if "part" not in names[depth:]:
+            return _extent(self.axes[depth:]) + self.runs[0].nbytes
+        part = names.index("part")
+        second = self.runs[1]
+        inner = _extent([axis for axis in second.axes if axis.name not in names[:part]]) + second.nbytes
+        return _extent(self.axes[depth:part]) + self.axes[part].stride + inner
 
     def check_order(self) -> None:
         """ValueError if the steps of an axis interleave in memory, which adjacent boxes cannot show."""
         for depth, axis in enumerate(self.axes, 1):
-            if axis.count > 1 and axis.stride < self.span(depth):
+            if axis.count > 1 and axis.name != "part" and axis.stride < self.span(depth):
                 raise ValueError(
                     f"the {axis.count:,} {axis.name}s interleave: one begins every {axis.stride:,} B and spans "
                     f"{self.span(depth):,} B.  A memory map can show only parts that lie one after the other"
@@ -229,18 +280,30 @@ class _View:
     def pieces(self, depth: int, start: int) -> list[Piece]:
         """The pieces from `start` on: the steps of an axis, the parts of an entry, or the contents of a split page."""
         if depth == len(self.axes):
-            return _parts([part for part in self.about.entry.fields() if part.offset < self.run], start, self.name)
-        axis = self.axes[depth]
+            return _parts(self.runs[0].fields, start, self.name)
         if not self.is_split_page(depth):
-            return _items(axis, start, self.span(depth + 1), self.name)
+            return self.items(depth, start)
+        axis = self.axes[depth]
         first, *rest = self.regions
         return [*_tokens(first, axis.count, start, self.name), *_wholes(rest, axis.count, start, self.name)]
+
+    def items(self, depth: int, start: int) -> list[Piece]:
+        """The steps of an axis from `start` on."""
+        axis = self.axes[depth]
+        if axis.name != "part":
+            return _items(axis, start, self.span(depth + 1), self.name)
+        begins, ends = (start, start + axis.stride), (start + self.span(depth + 1), start + self.span(depth))
+        return [
+            Piece("part", begin, end, run.name, human(end - begin), i, self.name)
+            for i, (run, begin, end) in enumerate(zip(self.runs, begins, ends, strict=True))
+        ]
 
     def note(self, depth: int) -> str:
         """A description of the pieces."""
         entry = self.about.entry
         if depth == len(self.axes):
-            return f"one entry, {type(entry).__name__} {entry.format}, {entry.nbytes:,} B"
+            what = "one entry" if len(self.runs) == 1 else f"one of the {self.runs[0].name}"
+            return f"{what}, {type(entry).__name__} {entry.format}, {self.runs[0].nbytes:,} B"
         if self.is_split_page(depth):
             return f"{self.axes[depth].count:,} tokens: {page_contents(entry)}"
         return _note(self.axes[depth], self.span(depth + 1))
@@ -250,7 +313,7 @@ class _View:
 
         `high` is where a block ends, `last` the last row of blocks, and `own` that of the group's table.
         """
-        path, start = [block, self.name] if self.name else [block], self.about.offset
+        path, start = [block, self.name] if self.name else [block], self.start
         pieces, result = self.pieces(1, start), []
         above: tuple[int, str | None] = own, None
         for depth, axis in enumerate(self.axes[1:], 2):
@@ -295,8 +358,7 @@ def _items(axis: Axis, start: int, span: int, group: str = "") -> list[Piece]:
 
     def item(i: int) -> Piece:
         first = start + i * axis.stride
-        label = ("keys", "values")[i] if axis.name == "part" else f"{axis.name} {i:,}"
-        return Piece(axis.name, first, first + span, label, human(span), i, group)
+        return Piece(axis.name, first, first + span, f"{axis.name} {i:,}", human(span), i, group)
 
     middle = []
     if tail:
@@ -356,7 +418,24 @@ def _fill(pieces: Sequence[Piece], low: int, high: int) -> tuple[Piece, ...]:
     return tuple(filled)
 
 
+def _shown(run: Run) -> list[Axis]:
+    """The axes that a map shows: not those of heads and tokens of length 1."""
+    return [axis for axis in run.axes if axis.count > 1 or axis.name in ("block", "layer")]
+
+
+def _extent(axes: Sequence[Axis]) -> int:
+    """Bytes from the first step of all axes to the last one."""
+    return sum((axis.count - 1) * axis.stride for axis in axes)
+
+
+def _alike(one: Axis, other: Axis) -> bool:
+    """Whether two axes have the same steps."""
+    return one.name == other.name and (one.count == 1 or one.stride == other.stride)
+
+
 def _note(axis: Axis, span: int) -> str:
+    if axis.name == "part":
+        return "keys and values, one after the other"
     if axis.count == 1:
         return f"1 {axis.name}"
     gaps = f", with gaps of {axis.stride - span:,} B" if axis.stride > span else ""

@@ -2,19 +2,21 @@
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from math import prod
 from typing import Any, Literal, TypeVar, get_args
 
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jaxkv.layout.describe import Axis, Description, page_contents, table
+from jaxkv.layout.describe import Axis, Description, Run, page_contents, table
 from jaxkv.layout.draw import draw, svg
-from jaxkv.layout.overlap import overlapping_entries
+from jaxkv.layout.overlap import Plane, overlapping_entries, overlapping_planes
 from jaxkv_kernels.addressing import MAX_SLOTS, Pages, entry_view
 from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.formats.format import Field
 from jaxkv_kernels.integers import as_int
 
 Order = Literal["LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"]
@@ -44,8 +46,6 @@ class Strides:
     head: int
     token: int
     content: int = 1
-    part: int = 0
-    """From the key of an entry to its value, where they lie apart; 0 if the value follows the key."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ class CacheLayout[E: Entry]:
 
     Entry (layer, block, head, token) begins at element
     `offset + layer * strides.layer + block * strides.block + head * strides.head + token * strides.token`.
-    Keys and values may lie apart, in planes of their own: the value then begins `strides.part` elements after the key.
+    The keys and values of a `KVEntry` may lie apart, each in a plane of its own: these are then the addresses of keys,
+    and those of values are the same sum of `value_offset` and `value_strides`.  Each plane has the values and the
+    scales of its own, without padding (`KVEntry.planes`).
     Two layouts that address the same bytes are equal, however they were described.  A group of a `PackedLayout` with
     several groups is equal only to groups of equal blocks.
 
@@ -112,13 +114,19 @@ class CacheLayout[E: Entry]:
       strides: instead of `order` and `block_padding`, as in `from_strides`; `offset` and `size` go with it.
       offset: element of the buffer where entry (0, 0, 0, 0) begins.
       size: elements of the buffer.
+      value_offset: element of the buffer where the value of entry (0, 0, 0, 0) begins, before or after the key; by
+        default, values follow their keys.
+      value_strides: the strides of values, by default `strides`.
+      value_size: elements of an array of their own, in which values lie.  The buffer of a cache is then a pair of
+        arrays, and `value_offset`, by default 0, counts from the start of the second.
       shards: how the tokens of requests are divided over devices, if this is the layout of one device's cache under
         context parallelism.  It changes no address.
 
     Raises:
       ValueError: entries overlap (those that interleave without sharing an element do not overlap), addresses are
-        outside the buffer, alignment, sizes or dtype are invalid, or the buffer has more than 2**31 elements and a size
-        without divisors by which to index it in int32; the message has the numbers.
+        outside the buffer, alignment, sizes or dtype are invalid, the entry's format stores keys and values only
+        together, or the buffer has more than 2**31 elements and a size without divisors by which to index it in int32;
+        the message has the numbers.
     """
 
     num_layers: int
@@ -132,6 +140,11 @@ class CacheLayout[E: Entry]:
     size: int
     """Elements of the whole buffer."""
     shards: TokenShards = UNDIVIDED
+    value_strides: Strides | None = None
+    """Of values that do not follow their keys; None otherwise, as `value_offset`."""
+    value_offset: int | None = None
+    value_size: int | None = None
+    """Elements of the values' own array; None if one buffer has keys and values."""
     packed: str | None = field(default=None, init=False)
     """The fingerprint of the `PackedLayout` of which this is one of several groups; None otherwise."""
 
@@ -150,6 +163,9 @@ class CacheLayout[E: Entry]:
         offset: int = 0,
         size: int | None = None,
         shards: TokenShards = UNDIVIDED,
+        value_strides: Strides | Mapping[str, int] | None = None,
+        value_offset: int | None = None,
+        value_size: int | None = None,
     ):
         self._set_sizes(num_layers, num_blocks, block_size, num_heads, entry, dtype)
         object.__setattr__(self, "shards", checked_shards(shards))
@@ -158,13 +174,25 @@ class CacheLayout[E: Entry]:
         if strides is None:
             if size is not None or offset:
                 raise ValueError(f"`size` is {size} and `offset` is {offset}: expected neither without `strides`")
+            if (value_strides, value_offset, value_size) != (None, None, None):
+                raise ValueError(
+                    f"`value_strides` is {value_strides}, `value_offset` is {value_offset} and `value_size` is "
+                    f"{value_size}: expected none of them without `strides`"
+                )
             self._set_addresses(*self._packed("BLNHC" if order is None else order, block_padding))
         else:
             if order is not None or block_padding:
                 raise ValueError(
                     f"`order` is {order!r} and `block_padding` is {block_padding}: expected neither beside `strides`"
                 )
-            self._set_addresses(_checked_strides(strides), offset, checked_int("size", size))
+            size, strides = checked_int("size", size), _checked_strides("strides", strides)
+            if value_strides is not None:
+                value_strides = _checked_strides("value_strides", value_strides)
+            if value_offset is not None:
+                value_offset = checked_int("value_offset", value_offset)
+            if value_size is not None:
+                object.__setattr__(self, "value_size", checked_int("value_size", value_size))
+            self._set_addresses(strides, offset, size, value_strides, value_offset)
 
     @staticmethod
     def from_strides(
@@ -179,11 +207,14 @@ class CacheLayout[E: Entry]:
         offset: int = 0,
         dtype: DTypeLike | None = None,
         shards: TokenShards = UNDIVIDED,
+        value_strides: Strides | Mapping[str, int] | None = None,
+        value_offset: int | None = None,
+        value_size: int | None = None,
     ) -> "CacheLayout[Kind]":
-        """A layout of a buffer of `size` elements that another library laid out; strides and offset in its elements.
+        """A layout of a buffer of `size` elements that another library laid out; strides and offsets in its elements.
 
-        `strides` may have a `part` if keys and values lie apart: an array [2, B, N, H, D] of a layer's keys and values
-        has the strides `{"part": B * N * H * D, "block": N * H * D, "token": H * D, "head": D, "layer": 0}`.
+        Keys and values may lie apart: an array [2, B, N, H, D] of a layer's keys and values has the strides
+        `{"block": N * H * D, "token": H * D, "head": D, "layer": 0}` and the `value_offset` B * N * H * D.
         """
         return CacheLayout(
             num_layers=num_layers,
@@ -192,10 +223,13 @@ class CacheLayout[E: Entry]:
             num_heads=num_heads,
             entry=entry,
             dtype=dtype,
-            strides=_checked_strides(strides),
+            strides=_checked_strides("strides", strides),
             offset=offset,
             size=size,
             shards=shards,
+            value_strides=value_strides,
+            value_offset=value_offset,
+            value_size=value_size,
         )
 
     def _set_sizes(self, num_layers, num_blocks, block_size, num_heads, entry, dtype):
@@ -226,7 +260,7 @@ class CacheLayout[E: Entry]:
         """Strides, offset and size of a buffer without gaps, except for the padding of blocks."""
         if order not in ORDERS:
             raise ValueError(f"`order` is {order!r}: expected one of {', '.join(ORDERS)}")
-        counts, strides, extent = self._counts(False), {}, self.width
+        counts, strides, extent = self._counts, {}, self.width
         for axis in reversed(order[:-1]):
             if axis == "B":
                 extent += block_padding
@@ -234,87 +268,138 @@ class CacheLayout[E: Entry]:
             extent = self._page_width if axis == "N" and self.entry.split else extent * counts[AXES[axis]]
         return Strides(**strides), 0, extent
 
-    def _set_addresses(self, strides, offset, size):
+    def _set_addresses(self, strides, offset, size, value_strides=None, value_offset=None):
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "offset", offset)
-        self._check_part(strides)
-        object.__setattr__(self, "strides", self._canonical(strides, size))
+        width, page_width = self.width, self._page_width
+        own_array = self.value_size is not None
+        if own_array or value_strides is not None or value_offset is not None:
+            width, value_width = self._plane_widths()
+            page_width = width * self.block_size
+            value_strides = strides if value_strides is None else value_strides
+            if value_offset is None:
+                value_offset = 0 if own_array else offset + width
+            stepped = [{axis: vars(of)[axis] for axis in self._stepped} for of in (strides, value_strides)]
+            in_planes = [field.name for plane in self.entry.planes for field in plane]
+            whole = in_planes == [field.name for field in self.entry.fields()]
+            whole &= not own_array
+            if whole and stepped[0] == stepped[1] and value_offset == offset + width and value_strides.content == 1:
+                width, page_width, value_strides, value_offset = self.width, self._page_width, None, None
+            else:
+                canonical = self._canonical(
+                    value_strides, value_width, value_width * self.block_size, self.value_size or size
+                )
+                object.__setattr__(self, "value_strides", canonical)
+                object.__setattr__(self, "value_offset", value_offset)
+        object.__setattr__(self, "strides", self._canonical(strides, width, page_width, size))
         self._check_addresses()
-        entry_view(self.pages)  # ValueError if int32 indices cannot address so large a buffer
+        for part in self.pages.parts:
+            entry_view(part)  # ValueError if int32 indices cannot address so large a buffer
 
-    def _canonical(self, given: Strides, size: int) -> Strides:
-        """Strides in which axes of length 1 have the strides of a packed cache.
+    def _canonical(self, given: Strides, width: int, page_width: int, size: int) -> Strides:
+        """Strides in which axes of length 1 have the strides of a packed cache of entries of `width` elements.
 
-        Callers may pass any stride there, and kernels divide by strides.  A value that follows its key is part of the
-        same run.
+        Callers may pass any stride there, and kernels divide by strides.
         """
-        if 2 * given.part == self.width:
-            given = replace(given, part=0)
-        counts = self._counts(bool(given.part))
-        run = self.width // counts.get("part", 1)
-        strides = {axis: getattr(given, axis) for axis in counts if counts[axis] > 1}
-        strides.setdefault("head", run)
-        strides.setdefault("token", run)
-        pages = strides["head"] * counts["head"], strides["token"] * counts["token"], self._page_width
+        counts = self._counts
+        strides = {axis: getattr(given, axis) for axis in self._stepped}
+        strides.setdefault("head", width)
+        strides.setdefault("token", width)
+        pages = strides["head"] * counts["head"], strides["token"] * counts["token"], page_width
         strides.setdefault("layer", max(pages))
         strides.setdefault("block", size)
         return Strides(**strides, content=given.content)
 
-    def _counts(self, apart: bool | None = None) -> dict[str, int]:
-        """The length of each axis.  `part` is one if keys and values lie `apart`, by default as the strides say."""
-        counts = {"layer": self.num_layers, "block": self.num_blocks, "head": self.num_heads, "token": self.block_size}
-        return counts | ({"part": 2} if (self.strides.part if apart is None else apart) else {})
+    @property
+    def _counts(self) -> dict[str, int]:
+        """The length of each axis."""
+        return {"layer": self.num_layers, "block": self.num_blocks, "head": self.num_heads, "token": self.block_size}
 
-    def _check_part(self, strides: Strides):
-        """ValueError if keys and values lie apart, and the entry is not just a key and a value of the same size."""
-        if not strides.part:
-            return
-        parts = [(part.name, part.nbytes) for part in self.entry.fields()]
-        if self.entry.split or [name for name, _ in parts] != ["K", "V"] or parts[0][1] != parts[1][1]:
+    @property
+    def _stepped(self) -> list[str]:
+        """The axes of more than one step."""
+        return [axis for axis, count in self._counts.items() if count > 1]
+
+    def _plane_widths(self) -> list[int]:
+        """Elements of a key and of a value that lie apart; ValueError if the entry or the dtype does not allow that."""
+        sizes = [sum(field.nbytes for field in plane) for plane in self.entry.planes]
+        if any(nbytes % self.itemsize for nbytes in sizes):
             raise ValueError(
-                f"`strides.part` is {strides.part}: expected 0 for {self.entry}, as only keys and values of equal "
-                "size, without scales in the entry, may lie apart"
+                f"`dtype` is {self.dtype} of {self.itemsize} bytes, which does not divide the "
+                f"{' and '.join(map(str, sizes))} bytes of keys and values of {self.entry}, which lie apart"
             )
-        if self.width % 2:
-            raise ValueError(
-                f"`dtype` is {self.dtype}, which does not divide the keys of {self.entry}, which lie apart"
+        return [nbytes // self.itemsize for nbytes in sizes]
+
+    @property
+    def _planes(self) -> dict[str, tuple[Strides, Plane]]:
+        """The strides and the addresses of each "entry", or of each "key" and "value", if these lie apart."""
+        parts, counts = self.pages.parts, self._counts
+        strides = {"entry": self.strides}
+        if self.value_strides is not None:
+            strides = {"key": self.strides, "value": self.value_strides}
+        return {
+            name: (
+                own,
+                Plane({axis: (counts[axis], vars(own)[axis]) for axis in self._stepped}, part.offset, part.width),
             )
+            for (name, own), part in zip(strides.items(), parts, strict=True)
+        }
 
     def _check_addresses(self):
-        counts, strides = self._counts(), vars(self.strides)
-        if self.strides.content != 1:
-            raise ValueError(
-                f"`strides.content` is {self.strides.content}: expected 1, as the content of an entry is contiguous"
-            )
-        stepped = {axis: (count, strides[axis]) for axis, count in counts.items() if count > 1}
-        for axis, (count, stride) in stepped.items():
-            if stride < 1:
-                raise ValueError(f"`strides.{axis}` is {stride}: expected at least 1, as the axis has {count} steps")
-        run = self.pages.width
-        if found := overlapping_entries(stepped, run):
-            names = [f"({', '.join(f'{axis} {entry.get(axis, 0)}' for axis in counts)})" for entry in found]
-            begins = [self.offset + sum(i * strides[axis] for axis, i in entry.items()) for entry in found]
-            raise ValueError(
-                f"entries overlap: entry {names[1]} begins at element {begins[1]}, and entry {names[0]} has elements "
-                f"[{begins[0]}, {begins[0] + run}) (strides {self.strides}, counts {counts})"
-            )
-        end = run + sum((count - 1) * stride for count, stride in stepped.values())
-        if self.offset < 0 or self.offset + end > self.size:
-            raise ValueError(
-                f"strides leave the buffer: entries lie in elements [{self.offset}, {self.offset + end}), the buffer "
-                f"has `size` {self.size} (strides {self.strides}, counts {counts})"
-            )
+        for name, (strides, plane) in self._planes.items():
+            argument = "value_strides" if name == "value" else "strides"
+            if strides.content != 1:
+                raise ValueError(
+                    f"`{argument}.content` is {strides.content}: expected 1, as the content of an entry is contiguous"
+                )
+            for axis, (count, stride) in plane.axes.items():
+                if stride < 1:
+                    raise ValueError(
+                        f"`{argument}.{axis}` is {stride}: expected at least 1, as the axis has {count} steps"
+                    )
+        self._check_overlap()
+        for name, (strides, plane) in self._planes.items():
+            begin, end, size = plane.offset, plane.end, self.size
+            if name == "value" and self.value_size is not None:
+                size = self.value_size
+            if begin < 0 or end > size:
+                many = {"entry": "entries", "key": "keys", "value": "values"}[name]
+                raise ValueError(
+                    f"strides leave the buffer: {many} lie in elements [{begin}, {end}), the buffer has `size` "
+                    f"{size} (strides {strides}, counts {self._counts})"
+                )
         if self.alignment % self.entry.alignment:
+            places = " and ".join(f"offset {plane.offset}, {strides}" for strides, plane in self._planes.values())
             raise ValueError(
                 f"entries of format {self.entry.format!r} begin at multiples of {self.entry.alignment} bytes; "
-                f"offset {self.offset} and strides {self.strides}, in elements of {self.itemsize} bytes, keep only "
-                f"{self.alignment}"
+                f"{places}, in elements of {self.itemsize} bytes, keep only {self.alignment}"
             )
         if self.entry.split and self.block_size > 1 and self.strides.token != self.width:
             contents = page_contents(self.entry)
             raise ValueError(
                 f"`strides.token` is {self.strides.token}: a page of {self.entry.format} entries is one run of "
                 f"{self.block_size} * {self.width} elements ({contents}), so its token stride is the entry's width"
+            )
+
+    def _check_overlap(self):
+        planes = self._planes
+        found = [(name, name, overlapping_entries(plane.axes, plane.width)) for name, (_, plane) in planes.items()]
+        if len(planes) > 1 and self.value_size is None:
+            found.append(("key", "value", overlapping_planes(*(plane for _, plane in planes.values()))))
+        for *names, indices in found:
+            if indices is None:
+                continue
+            places = []
+            for name, at in zip(names, indices, strict=True):
+                plane = planes[name][1]
+                begin = plane.offset + sum(i * plane.axes[axis][1] for axis, i in at.items())
+                where = f"{name} ({', '.join(f'{axis} {at.get(axis, 0)}' for axis in self._counts)})"
+                places.append((begin, where, begin + plane.width))
+            (begin, where, end), (other, there, _) = sorted(places, key=lambda place: place[0])
+            strides = " and ".join(str(planes[name][0]) for name in dict.fromkeys(names))
+            raise ValueError(
+                f"entries overlap: {there} begins at element {other}, and {where} has elements [{begin}, {end}) "
+                f"(strides {strides}, counts {self._counts})"
             )
 
     @property
@@ -335,7 +420,7 @@ class CacheLayout[E: Entry]:
     @property
     def nbytes(self) -> int:
         """Bytes of the whole buffer."""
-        return self.size * self.itemsize
+        return (self.size + (self.value_size or 0)) * self.itemsize
 
     @property
     def num_slots(self) -> int:
@@ -351,8 +436,9 @@ class CacheLayout[E: Entry]:
     @property
     def alignment(self) -> int:
         """The largest power of two, up to 2**20, that divides the address of every entry, in bytes from the start."""
-        counts, strides = self._counts(), vars(self.strides)
-        steps = [self.offset, *(strides[axis] for axis in counts if counts[axis] > 1), 1 << 20]
+        steps = [1 << 20]
+        for _, plane in self._planes.values():
+            steps += [plane.offset, *(stride for _, stride in plane.axes.values())]
         return min((step * self.itemsize) & -(step * self.itemsize) for step in steps if step)
 
     @property
@@ -363,21 +449,21 @@ class CacheLayout[E: Entry]:
     @property
     def is_block_contiguous(self) -> bool:
         """Whether the entries of a block, in all layers, are one run of memory without a gap."""
-        return self._is_run("layer", "head", "token", "part")
+        return self._is_run("layer", "head", "token")
 
     @property
     def is_layer_contiguous(self) -> bool:
         """Whether the entries of a layer, in all blocks, are one run of memory without a gap."""
-        return self._is_run("block", "head", "token", "part")
+        return self._is_run("block", "head", "token")
 
     def _is_run(self, *axes):
-        counts, strides = self._counts(), vars(self.strides)
-        end = self.pages.width
-        for axis in sorted((a for a in axes if counts.get(a, 1) > 1), key=lambda a: strides[a]):
-            if strides[axis] != end:
-                return False
-            end *= counts[axis]
-        return True
+        begins, ends, elements = [], [], 0
+        for _, plane in self._planes.values():
+            inner = [plane.axes[axis] for axis in axes if axis in plane.axes]
+            begins.append(plane.offset)
+            ends.append(plane.offset + plane.width + sum((count - 1) * stride for count, stride in inner))
+            elements += plane.width * prod(count for count, _ in inner)
+        return self.value_size is None and max(ends) - min(begins) == elements  # entries do not overlap
 
     @property
     def block_nbytes(self) -> int:
@@ -387,20 +473,28 @@ class CacheLayout[E: Entry]:
     @cached_property
     def pages(self) -> Pages:
         """The addresses, as kernels expect them."""
+        if self.value_strides is None or self.value_offset is None:
+            return self._pages(self.strides, self.offset, self.width)
+        width, value_width = self._plane_widths()
+        values = self._pages(self.value_strides, self.value_offset, value_width)
+        if self.value_size is not None:
+            values = replace(values, size=self.value_size, own_array=True)
+        return self._pages(self.strides, self.offset, width, values)
+
+    def _pages(self, strides: Strides, offset: int, width: int, values: Pages | None = None) -> Pages:
         return Pages(
             num_layers=self.num_layers,
             num_blocks=self.num_blocks,
             num_heads=self.num_heads,
             block_size=self.block_size,
-            layer_stride=self.strides.layer,
-            block_stride=self.strides.block,
-            head_stride=self.strides.head,
-            token_stride=self.strides.token,
-            offset=self.offset,
-            width=self.width // self._counts().get("part", 1),
+            layer_stride=strides.layer,
+            block_stride=strides.block,
+            head_stride=strides.head,
+            token_stride=strides.token,
+            offset=offset,
+            width=width,
             size=self.size,
-            num_parts=self._counts().get("part", 1),
-            part_stride=self.strides.part,
+            values=values,
         )
 
     @property
@@ -415,34 +509,40 @@ class CacheLayout[E: Entry]:
         return self.packed or fingerprint(self._block_description())
 
     def _block_description(self) -> dict[str, Any]:
-        inner = {axis: stride for axis, _, stride in self.pages.row_axes}
-        apart = {"part_bytes": inner["part"] * self.itemsize} if "part" in inner else {}
+        keys, *values = (self._part_description(part) for part in self.pages.exported.parts)
         divided = {"shards": [self.shards.num_shards, self.shards.interleave]} if self.shards.num_shards > 1 else {}
-        # Blocks of the same bytes have the same name, whatever the stride of an axis of length 1.
-        strides = vars(self._canonical(Strides(block=0, **inner), 0))
         return {
             "entry": self.entry.description,
             "counts": [self.num_layers, self.num_heads, self.block_size],
-            "strides_bytes": [strides[axis] * self.itemsize for axis in ("layer", "head", "token")],
-            "offset_bytes": self.pages.row_offset * self.itemsize,
+            **keys,
             "block_bytes": self.block_nbytes,
             "dtype": str(self.dtype),
-            **apart,
+            **({"values": values[0]} if values else {}),
             **divided,
+        }
+
+    def _part_description(self, part: Pages) -> dict[str, Any]:
+        page_width = self._page_width if self.value_strides is None else part.width * self.block_size
+        given = Strides(part.layer_stride, part.block_stride, part.head_stride, part.token_stride)
+        # Blocks of the same bytes have the same name, whatever the stride of an axis of length 1.
+        strides = vars(self._canonical(given, part.width, page_width, part.size))
+        return {
+            "strides_bytes": [strides[axis] * self.itemsize for axis in ("layer", "head", "token")],
+            "offset_bytes": part.offset * self.itemsize,
         }
 
     def describe(self) -> Description:
         """The layout in plain numbers, for the table and the memory map."""
-        counts, strides = self._counts(), vars(self.strides)
-        # The sort is stable: of axes with equal strides, those of length 1, the order stays.
-        names = [*(AXES[x] for x in self.order if x in AXES), *(["part"] if "part" in counts else [])]
-        axes = sorted(names, key=lambda axis: -strides[axis])
+        names = ("entries",) if self.value_strides is None else ("keys", "values")
+        fields = [self.entry.fields()] if self.value_strides is None else self.entry.planes
         return Description(
             entry=self.entry,
             block_size=self.block_size,
-            axes=tuple(Axis(axis, counts[axis], strides[axis] * self.itemsize) for axis in axes),
+            runs=tuple(
+                self._describe_run(name, part, own)
+                for name, part, own in zip(names, self.pages.parts, fields, strict=True)
+            ),
             order=self.order,
-            offset=self.offset * self.itemsize,
             nbytes=self.nbytes,
             block_nbytes=self.block_nbytes,
             dtype=str(self.dtype),
@@ -453,6 +553,19 @@ class CacheLayout[E: Entry]:
             is_layer_contiguous=self.is_layer_contiguous,
             fingerprint=self.fingerprint,
             shards=(self.shards.num_shards, self.shards.interleave),
+        )
+
+    def _describe_run(self, name: str, part: Pages, fields: Sequence[Field]) -> Run:
+        strides = {axis: vars(part)[f"{axis}_stride"] for axis in AXES.values()}
+        # The sort is stable: of axes with equal strides, those of length 1, the order stays.
+        axes = sorted((AXES[x] for x in self.order if x in AXES), key=lambda axis: -strides[axis])
+        return Run(
+            name=name,
+            fields=tuple(fields),
+            axes=tuple(Axis(axis, self._counts[axis], strides[axis] * self.itemsize) for axis in axes),
+            offset=part.offset * self.itemsize,
+            nbytes=part.width * self.itemsize,
+            own_array=part.own_array,
         )
 
     def __str__(self):
@@ -473,13 +586,13 @@ def checked_shards(shards) -> TokenShards:
     return shards
 
 
-def _checked_strides(strides) -> Strides:
+def _checked_strides(name: str, strides) -> Strides:
     """`strides` as Strides of Python ints."""
     given = vars(strides) if isinstance(strides, Strides) else strides
     axes = tuple(AXES.values())
-    if not isinstance(given, Mapping) or not {*axes} <= {*given} <= {*axes, "content", "part"}:
-        raise ValueError(f"`strides` is {strides!r}: expected Strides, or a mapping with {', '.join(axes)}")
-    return Strides(**{axis: checked_int(f"strides.{axis}", stride) for axis, stride in given.items()})
+    if not isinstance(given, Mapping) or not {*axes} <= {*given} <= {*axes, "content"}:
+        raise ValueError(f"`{name}` is {strides!r}: expected Strides, or a mapping with {', '.join(axes)}")
+    return Strides(**{axis: checked_int(f"{name}.{axis}", stride) for axis, stride in given.items()})
 
 
 def checked_dtype(dtype: Any) -> jnp.dtype:

@@ -1,4 +1,7 @@
-"""Whether entries with arbitrary strides share elements.  The answer is exact, and its cost does not depend on counts.
+"""Whether entries with arbitrary strides share elements.  The answer is exact.
+
+`overlapping_entries` compares the entries of one set of strides with each other, at a cost that does not depend on
+counts.  `overlapping_planes` compares keys with values, which have strides of their own.
 
 Two entries share an element if and only if they begin less than an entry's width apart.  Let d be the difference of
 their indices.  Along each axis, |d_i| is less than the count, and the entries begin d . strides elements apart.  So two
@@ -13,6 +16,7 @@ that short.
 
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from fractions import Fraction
 
 Vector = tuple[Fraction, ...]
@@ -42,6 +46,71 @@ def overlapping_entries(
             first, second = ({name: max(sign * steps.get(name, 0), 0) for name in axes} for sign in (-1, 1))
             return (first, second) if point[-1] >= 0 else (second, first)
     return None
+
+
+@dataclass(frozen=True)
+class Plane:
+    """Entries of `width` elements, the first of which begins at element `offset`."""
+
+    axes: Mapping[str, tuple[int, int]]
+    """Count, at least 2, and stride, at least 1, of each axis by name."""
+    offset: int
+    width: int
+
+    @property
+    def end(self) -> int:
+        """The element at which the last entry ends."""
+        return self.offset + self.width + sum((count - 1) * stride for count, stride in self.axes.values())
+
+
+def overlapping_planes(first: Plane, second: Plane) -> tuple[dict[str, int], dict[str, int]] | None:
+    """An entry of each plane that share elements, as their indices by axis; None if no two entries do.
+
+    Entries i and j share elements if the distance from j to i is more than -(width of i) and less than (width of j).
+    The search adds the steps of one axis after the other, the largest stride first, and tries only those indices from
+    which the axes that are left still reach such a distance.  Axes of equal strides in both planes are one, since only
+    the difference of their indices counts.
+    """
+    ranges: dict[int, tuple[int, int]] = {}  # the lowest and highest multiple of each stride
+    for low_sign, plane in ((0, first), (-1, second)):
+        for count, stride in plane.axes.values():
+            low, high = ranges.get(stride, (0, 0))
+            ranges[stride] = (low - count + 1, high) if low_sign else (low, high + count - 1)
+    strides = sorted(ranges, reverse=True)
+    lows = [sum(ranges[s][0] * s for s in strides[i:]) for i in range(len(strides) + 1)]
+    highs = [sum(ranges[s][1] * s for s in strides[i:]) for i in range(len(strides) + 1)]
+    units = [math.gcd(*strides[i:]) for i in range(len(strides))]
+
+    def search(i: int, low: int, high: int) -> tuple[int, ...] | None:
+        """Multiples of the strides from the i-th on whose sum is from `low` to `high`."""
+        if i == len(strides):
+            return () if low <= 0 <= high else None
+        if high // units[i] * units[i] < low:
+            return None  # no multiple of the unit lies between them
+        stride, (least, most) = strides[i], ranges[strides[i]]
+        for times in range(
+            max(least, -((highs[i + 1] - low) // stride)), min(most, (high - lows[i + 1]) // stride) + 1
+        ):
+            rest = search(i + 1, low - times * stride, high - times * stride)
+            if rest is not None:
+                return (times, *rest)
+        return None
+
+    distance = second.offset - first.offset
+    found = search(0, distance - first.width + 1, distance + second.width - 1)
+    if found is None:
+        return None
+    left = dict(zip(strides, found, strict=True))
+    return _indices(first, left, 1), _indices(second, left, -1)
+
+
+def _indices(plane: Plane, left: dict[int, int], sign: int) -> dict[str, int]:
+    """The indices by axis of a plane's share of the multiples `left` of strides, in which its own steps have `sign`."""
+    indices = {}
+    for axis, (count, stride) in plane.axes.items():
+        indices[axis] = min(max(sign * left[stride], 0), count - 1)
+        left[stride] -= sign * indices[axis]
+    return indices
 
 
 def _short_points(basis: list[Vector]) -> Iterator[Vector]:

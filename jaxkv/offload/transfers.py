@@ -6,7 +6,7 @@ import jax
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.checks import check_cache
+from jaxkv.checks import check_cache, check_one_buffer
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv.ops.blocks import read_blocks, write_blocks
@@ -46,6 +46,7 @@ def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
 def check_exchange(cache: KVCache, layout: Layout) -> None:
     """ValueError unless `cache` has blocks of `layout`.  If `layout` is packed, `cache` may be a view of any group."""
     check_cache(cache, Entry)
+    check_one_buffer("cache", cache.layout)
     if cache.layout.fingerprint != layout.fingerprint:
         raise ValueError(
             "`cache` has other blocks than the pool: make another pool, or convert them with `jaxkv.convert_blocks`\n"

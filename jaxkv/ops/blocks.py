@@ -70,8 +70,8 @@ def read_blocks(cache: KVCache, blocks: ArrayLike, *, implementation: Implementa
     Returns:
       [n, layout.block_nbytes / itemsize] of the buffer's dtype.  A row holds what belongs to a block (see
       `copy_blocks`), in its order in memory: if blocks are runs, the run with its padding, bit for bit; otherwise only
-      the entries.  The row of an id outside the cache is 0.  Caches whose layouts have equal fingerprints can exchange
-      rows.
+      the entries, all keys before the values if these lie apart.  The row of an id outside the cache is 0.  Caches
+      whose layouts have equal fingerprints can exchange rows.
 
     Raises:
       ValueError: a shape or dtype is wrong.
@@ -160,11 +160,13 @@ def convert_blocks(
     rows = view_as(jnp.asarray(data), _bits(first))
     out = jnp.zeros((rows.shape[0], target.pages.block_elements), _bits(target))
     for old, new in pairs if rows.size else ():
-        parts = max(old.pages.num_parts, new.pages.num_parts)
-        inside, place = _in_rows(rows, old.pages, parts)
-        entries = view_as(read_entries(rows.reshape(-1), inside, **place), _bits(new))
-        inside, place = _in_rows(out, new.pages, parts)
-        out = write_entries(out.reshape(-1), inside, entries, jnp.array(True), **place).reshape(out.shape)
+        flat = rows.reshape(-1)
+        entries = [read_entries(flat, inside, **place) for inside, place in _in_rows(rows, old.pages)]
+        if len(old.pages.parts) != len(new.pages.parts):
+            entries = _divided(old.entry, entries)
+        for part, (inside, place) in zip(entries, _in_rows(out, new.pages), strict=True):
+            part = view_as(part, _bits(new))
+            out = write_entries(out.reshape(-1), inside, part, jnp.array(True), **place).reshape(out.shape)
     return view_as(lax.optimization_barrier(out), target.dtype)
 
 
@@ -204,24 +206,23 @@ def _facts(layout: CacheLayout | PackedLayout, name: str) -> dict[str, Any]:
     return facts
 
 
-def _in_rows(rows: jax.Array, pages: Pages, parts: int) -> tuple[Pages, dict[str, jax.Array]]:
-    """The addresses of the entries in `rows` [n, E], concatenated as a buffer of n blocks, and all entries' indices.
+def _divided(entry: Entry, entries: list[jax.Array]) -> list[jax.Array]:
+    """Whole entries from keys and values that lie apart, or these from whole entries, as bytes."""
+    bytes_of = [view_as(part, jnp.uint8) for part in entries]
+    return entry.to_planes(*bytes_of) if len(entries) == 1 else [entry.from_planes(bytes_of)]
 
-    Entries consist of `parts` parts.  The indices are one array [n, L, H, N, parts] per axis.
+
+def _in_rows(rows: jax.Array, pages: Pages) -> list[tuple[Pages, dict[str, jax.Array]]]:
+    """Where the entries lie in `rows` [n, E], concatenated as a buffer of n blocks, and the indices of all entries.
+
+    There is one such pair for each of `pages.parts`.  The indices are one array [n, L, H, N] per axis.
     """
-    strides = {f"{axis}_stride": stride for axis, _, stride in pages.row_axes}
     count, length = rows.shape
-    inside = replace(pages, num_blocks=count, block_stride=length, offset=pages.row_offset, size=rows.size, **strides)
-    inside = inside.divided(parts)
-    counts = {
-        "block": count,
-        "layer": pages.num_layers,
-        "head": pages.num_heads,
-        "token": pages.block_size,
-        "part": parts,
-    }
+    counts = {"block": count, "layer": pages.num_layers, "head": pages.num_heads, "token": pages.block_size}
     grid = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in counts.values()), indexing="ij")
-    return inside, dict(zip(counts, grid, strict=True))
+    index = dict(zip(counts, grid, strict=True))
+    sizes = {"num_blocks": count, "block_stride": length, "size": rows.size}
+    return [(replace(part, **sizes), index) for part in pages.exported.parts]
 
 
 _IDS = array("int32", 3)

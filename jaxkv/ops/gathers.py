@@ -91,7 +91,8 @@ def gather_kv(
       total: static number of rows of the result, below 2**31.  Tokens past the first `total` are left out.
       dtype: dtype of the result: bfloat16, float16 or float32.
       seq_starts: int32 [B], the position of the first token of each run; default 0.
-      k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
+      k_scale: float scalar, [H] or [num_blocks, block_size, H], required by format `fp8` and rejected by the others;
+        value = stored * k_scale.  The last form is that of `decode_kv`.
       v_scale: the same for v; value = stored * v_scale.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
@@ -225,7 +226,8 @@ def read_kv(
       slots: int32 [T], as in `read_mla`.
       layer: int, or traced int32 scalar.
       dtype: dtype of the result: bfloat16, float16 or float32.
-      k_scale: float scalar or [H], required by format `fp8` and rejected by the others; value = stored * k_scale.
+      k_scale: float scalar, [H] or [num_blocks, block_size, H], required by format `fp8` and rejected by the others;
+        value = stored * k_scale.  The last form is that of `decode_kv`.
       v_scale: the same for v; value = stored * v_scale.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 

@@ -1,5 +1,6 @@
 """The DeepSeek V3.2 indexer: it scores all cached keys and selects the tokens that sparse attention attends to."""
 
+from functools import partial
 from typing import cast
 
 import jax
@@ -8,10 +9,21 @@ from jax.typing import ArrayLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.checks import FLOATS, Dims, check_cache, describe, int32, layer_index, positive_int
+from jaxkv.checks import (
+    QUERIES,
+    Dims,
+    check_cache,
+    computed,
+    describe,
+    int32,
+    layer_index,
+    positive_int,
+    running_sum,
+)
 from jaxkv.dispatch import Implementations, run
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
+from jaxkv.ops.ragged_queries import check_rises, owners
 from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv.ops.slots import slots_for
 from jaxkv_kernels import calls
@@ -28,30 +40,41 @@ def indexer_logits(
     *,
     layer: ArrayLike,
     max_len: int,
+    cu_q_lens: ArrayLike | None = None,
     implementation: Implementations | None = None,
 ) -> jax.Array:
     """Scores of the indexer's queries against the cached keys of each request.
 
     logit[j] = sum over heads h of relu(q_h . k_j) * w_h, times the scale of key j (DeepGEMM's paged MQA logits).
 
+    With `cu_q_lens`, or with a length per query token, kernels process each query token as a request of its own, and
+    read the keys of a request once per query token.
+
     Args:
-      q: float or float8_e4m3fn [B, Q, Hi, D].
-      weights: float [B, Q, Hi]; include the scale of a quantised q here.
+      q: float or float8_e4m3fn [B, Q, Hi, D] or, with `cu_q_lens`, [T, Hi, D].
+      weights: float [B, Q, Hi] or [T, Hi]; include the scale of a quantised q here.
       cache: a cache of `IndexerEntry`.
       block_tables: int32 [B, M], the blocks of each request in order; entries past the length may hold anything.
-      seq_lens: int32 [B], tokens of each request, the new ones included.  Values are clamped to the range from 0 to M *
-        block_size, the capacity of a table.
+      seq_lens: int32 [B], tokens of each request, the new ones included: query token t of Q sees the first `seq_len - Q
+        + 1 + t`.  Without `cu_q_lens`, also int32 [B, Q], how many tokens each query token sees (DeepGEMM's
+        two-dimensional `context_lens`).  Values are clamped to the range from 0 to M * block_size, the capacity of a
+        table.
       layer: int, or traced int32 scalar.
       max_len: static number of positions of the result, below 2**31.
+      cu_q_lens: int32 [B + 1], running sum of the query tokens of each request, as in `decode_mla`.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      float32 [B, Q, max_len]; -inf at positions that query token t of Q does not see, from `seq_len - Q + 1 + t` on.
+      float32 [B, Q, max_len] or [T, max_len]; -inf at positions that a query token does not see, and for query tokens
+      of no request.
 
     Raises:
       ValueError: a shape, dtype or static layer is wrong.
     """
-    return run(_logits_call(q, weights, cache, block_tables, seq_lens, layer, max_len), implementation)
+    if cu_q_lens is None and getattr(seq_lens, "ndim", 1) == 1:
+        return run(_logits_call(q, weights, cache, block_tables, seq_lens, layer, max_len), implementation)
+    call = _logits_call(q, weights, cache, block_tables, seq_lens, layer, max_len, by_token=True, cu_q_lens=cu_q_lens)
+    return run(call, implementation).reshape(*jnp.shape(weights)[:-1], call.max_len)
 
 
 def _logits_call(
@@ -62,52 +85,103 @@ def _logits_call(
     seq_lens: ArrayLike,
     layer: ArrayLike,
     max_len: int,
+    *,
+    by_token: bool = False,
+    cu_q_lens: ArrayLike | None = None,
 ) -> calls.IndexerLogits:
-    """The call of `indexer_logits`, whose arguments it checks."""
+    """The call of `indexer_logits`, whose arguments it checks.  With `by_token`, each query token is a request."""
     entry = check_cache(cache, IndexerEntry)
-    dims = Dims(D=(entry.sizes[0], "the entry's head_dim"))
-    q = dims.check("q", q, "B Q Hi D", (*FLOATS, "float8_e4m3fn"))
-    weights = dims.check("weights", weights, "B Q Hi")
+    dims, tokens = Dims(D=(entry.sizes[0], "the entry's head_dim")), "B Q" if cu_q_lens is None else "T"
+    q = dims.check("q", q, f"{tokens} Hi D", QUERIES)
+    if not q.shape[0]:
+        raise ValueError(f"`q` has shape {tuple(q.shape)}: expected [T, Hi, D] with T at least 1")
+    weights = dims.check("weights", weights, f"{tokens} Hi")
     dims.check_ints("block_tables", block_tables, "B M")
-    dims.check_ints("seq_lens", seq_lens, "B")
-    block_tables, seq_lens = int32(block_tables), int32(seq_lens)
+    dims.check_ints("seq_lens", seq_lens, "B Q" if by_token and cu_q_lens is None else "B")
+    if cu_q_lens is not None:
+        dims.check_running_sum("cu_q_lens", cu_q_lens)
+    tables, lengths = int32(block_tables), int32(seq_lens)
     layer, pages = layer_index(layer, cache), cache.layout.pages
     max_len = positive_int("max_len", max_len)
     if data_checks.checking():
         data_checks.check_layer(layer, pages)
-        data_checks.check_tables(block_tables, jnp.zeros_like(seq_lens), seq_lens, pages, most=max_len)
+        longest = lengths.max(axis=1) if lengths.ndim == 2 else lengths
+        if cu_q_lens is not None:
+            check_rises(int32(cu_q_lens), dims["T"])
+            longest = jnp.where(jnp.diff(int32(cu_q_lens)) > 0, longest, 0)
+        data_checks.check_tables(tables, jnp.zeros_like(longest), longest, pages, most=max_len)
+    if by_token:
+        sums = None if cu_q_lens is None else running_sum(cu_q_lens)
+        arranged = partial(_by_token, block_size=pages.block_size)
+        q, weights, tables, lengths = computed(arranged, q, weights, tables, lengths, sums)
     return calls.IndexerLogits(
         q=q,
         weights=weights,
         buffer=cache.buffer,
         pages=pages,
         entry=entry,
-        block_tables=block_tables,
-        seq_lens=seq_lens,
+        block_tables=tables,
+        seq_lens=lengths,
         layer=layer,
         max_len=max_len,
     )
 
 
-def select_topk(logits: ArrayLike, k: int, *, implementation: Implementations | None = None) -> jax.Array:
+def _by_token(q, weights, block_tables, seq_lens, cu_q_lens, *, block_size: int):
+    """Queries [N, 1, Hi, D], weights [N, 1, Hi], tables [N, M] and lengths [N] of N query tokens as requests.
+
+    Without `cu_q_lens`, N = B * Q, and `seq_lens` [B, Q] are the lengths; otherwise N = T.
+    """
+    if cu_q_lens is None:
+        requests, lengths = jnp.arange(seq_lens.size, dtype=jnp.int32) // seq_lens.shape[1], seq_lens.reshape(-1)
+    else:
+        owned, requests, after = owners(cu_q_lens, len(q))
+        lengths = lengths_in_table(seq_lens, block_tables, block_size)[requests] - after
+        lengths = jnp.where(owned, lengths, 0)
+    q, weights = (jnp.reshape(x, (lengths.size, 1, *x.shape[-n:])) for x, n in ((q, 2), (weights, 1)))
+    return q, weights, block_tables[requests], lengths
+
+
+def select_topk(
+    logits: ArrayLike, k: int, *, lengths: ArrayLike | None = None, implementation: Implementations | None = None
+) -> jax.Array:
     """The positions of the k largest logits of each row.
 
     Args:
       logits: float32 [..., N]; -inf marks a position that is not to be selected.
       k: static number of positions, below 2**31.
+      lengths: int32 [...]; only the first `lengths` positions of each row can be selected, and the other logits may
+        hold anything.  Values are clamped to the range from 0 to N.  Default: all N.  The result of `indexer_logits`
+        needs none: its logits are -inf from a length on.  For other logits, they are first replaced by -inf, which
+        takes a pass over the logits.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
       int32 [..., k], in order of decreasing logits.  NaN of either sign comes before all numbers, and the earlier of
-      two positions with equal logits comes first.  -1 follows where a row has fewer than k selectable positions.
+      two positions with equal logits comes first.  -1 follows where a row has fewer than k selectable positions.  A
+      logit of -inf is never selected.  vLLM's `top_k_per_row` kernels may select those before the length of a row, and
+      list all positions of a row of up to k logits in their own order.
 
     Raises:
-      ValueError: `logits` is not a float32 array with at least one axis, or `k` is not a positive int.
+      ValueError: `logits` is not a float32 array with at least one axis, `k` is not a positive int, or `lengths` has
+        the wrong shape or dtype.
     """
     if getattr(logits, "dtype", None) != jnp.float32 or not getattr(logits, "shape", ()):
         raise ValueError(f"`logits` is {describe(logits)}: expected float32 [..., N]")
     logits = cast(jax.Array, logits)
+    if lengths is not None:
+        rows = {f"n{axis}": (length, "that of `logits`") for axis, length in enumerate(logits.shape[:-1], 1)}
+        Dims(**rows).check_ints("lengths", lengths, " ".join(rows))
+        logits = computed(_before, logits, int32(lengths))
     return run(calls.SelectTopk(logits=logits, k=positive_int("k", k)), implementation)
+
+
+def _before(logits, lengths):
+    """`logits` [..., N], -inf from position `lengths` [...] of each row on."""
+    if data_checks.checking():
+        inside = (lengths >= 0) & (lengths <= logits.shape[-1])
+        data_checks.require(inside, "lengths", lengths, f"expected 0 to {logits.shape[-1]}, the logits of a row")
+    return jnp.where(jnp.arange(logits.shape[-1], dtype=jnp.int32) < lengths[..., None], logits, -jnp.inf)
 
 
 def positions_to_slots(positions: ArrayLike, block_tables: ArrayLike, *, block_size: int) -> jax.Array:

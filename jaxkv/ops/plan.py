@@ -9,13 +9,16 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.checks import Dims, check_cache, float_dtype, int32, positive_int, static_bool, window_of
+from jaxkv.checks import Dims, check_cache, float_dtype, int32, positive_int, static_bool
 from jaxkv.dispatch import BACKENDS, Implementations, choose, run_kernel
+from jaxkv.ops.masking import mask_fields
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.ragged_queries import Arrangement, Groups, arrange
 from jaxkv.ops.samples import HEADS, PAGED
+from jaxkv.ops.shared_prefix import SharedPrefixes, shared_prefixes
 from jaxkv_kernels import calls
 from jaxkv_kernels.formats.entries import Entry, KVEntry, MLAEntry
+from jaxkv_kernels.masks import Mask
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,9 @@ class Shape:
     window: int | None
     ahead: int | None
     """Both as in `jaxkv_kernels.calls.DecodeCall`."""
+    tree: int | None
+    """How many new tokens a `tree_mask` has columns for; None without one."""
+    mask: Mask | None
     entry: Entry
     dtype: str
     """The dtype of the queries."""
@@ -54,6 +60,8 @@ class Shape:
             q_len=call.q_len,
             window=call.window,
             ahead=call.ahead,
+            tree=None if call.tree is None else call.tree.seen.shape[-1],
+            mask=call.mask,
             entry=call.entry,
             dtype=str(call.dtype),
         )
@@ -70,6 +78,8 @@ class DecodePlan:
     """int32 [B], the lengths that the plan was made for.  Only calls under `checked` read them."""
     groups: Groups | None
     """The division of ragged query tokens; None if the calls have as many query tokens for each request."""
+    prefix: "DecodePlan | None"
+    """The plan of attention to prefixes that requests share; None if there are none."""
     shape: Shape = field(metadata={"static": True})
     implementation: str = field(metadata={"static": True})
     batch_invariant: bool = field(metadata={"static": True})
@@ -84,8 +94,13 @@ def plan_decode(
     q_len: int = 1,
     window: int | tuple[int, int] | None = None,
     causal: bool = True,
+    mask: Mask | None = None,
+    tree_mask: ArrayLike | None = None,
     cu_q_lens: ArrayLike | None = None,
     total: int | None = None,
+    prefix_tables: ArrayLike | None = None,
+    prefix_lens: ArrayLike | None = None,
+    prefix_of: ArrayLike | None = None,
     dtype: DTypeLike | None = None,
     batch_invariant: bool = False,
     implementation: Implementations | None = None,
@@ -104,8 +119,13 @@ def plan_decode(
       q_len: query tokens per request of the calls.
       window: the `window` of the calls.
       causal: the `causal` of the calls.
+      mask: the `mask` of the calls.
+      tree_mask: the `tree_mask` of the calls, of which only the shape matters.
       cu_q_lens: the `cu_q_lens` of the calls, int32 [B + 1], as in `decode_mla`; `q_len` must then be 1, its default.
       total: static int, the query tokens T of calls with `cu_q_lens`.
+      prefix_tables: the `prefix_tables` of the calls, and so are `prefix_lens` and `prefix_of`, as in `decode_mla`.
+      prefix_lens: as passed to the calls.
+      prefix_of: as passed to the calls.
       dtype: dtype of the queries of the calls: bfloat16, float16 or float32.  By default that of the entries, or
         bfloat16 if the entries are quantised, to which e4m3 queries are converted.  Not every implementation supports
         every dtype.
@@ -140,37 +160,57 @@ def plan_decode(
     if cu_q_lens is not None and q_len != 1:
         raise ValueError(f"`q_len` is {q_len}: expected 1, because `cu_q_lens` has the numbers of query tokens")
     tokens = q_len if cu_q_lens is None else None
-    behind, ahead = window_of(window, causal, dims["M"] * pages.block_size, tokens)
+    requests = {"pages": pages, "block_tables": int32(block_tables), "seq_lens": int32(seq_lens)}
+    masks = {"window": window, "causal": causal, "mask": mask, "tree_mask": tree_mask}
     call = calls.PlanDecode(
         buffer=cache.buffer,
-        pages=pages,
+        **requests,
+        **mask_fields(dims, requests, tokens, cu_q_lens=cu_q_lens, **masks),
+        trailing=None,
         entry=entry,
-        block_tables=int32(block_tables),
-        seq_lens=int32(seq_lens),
         heads=num_heads,
         q_len=q_len,
-        window=behind,
-        ahead=ahead,
         dtype=float_dtype("dtype", entry.input_dtype if dtype is None else dtype),
         batch_invariant=static_bool("batch_invariant", batch_invariant),
     )
+    prefixes = shared_prefixes(dims, prefix_tables, prefix_lens, prefix_of, window, mask)
+    plan = _planned(call, arrange(call, dims, q_len=q_len, cu_q_lens=cu_q_lens), implementation)
+    if prefixes is None:
+        return plan
+    total = dims["B"] * q_len if total is None else total
+    call, arrangement, _ = prefixes.arranged(call, heads=num_heads, q_len=q_len, cu_q_lens=cu_q_lens, total=total)
+    return replace(plan, prefix=_planned(call, arrangement, implementation))
+
+
+def _planned(call: calls.PlanDecode, arrangement: Arrangement, implementation) -> DecodePlan:
+    """The plan of a call that is to be arranged in this way."""
     lengths = call.seq_lens
-    arrangement = arrange(call, dims, q_len=q_len, cu_q_lens=cu_q_lens)
     call = arrangement.applied(call)
     try:
         backend = choose(call, implementation)
     except NotImplementedError as error:
-        if not batch_invariant:
+        if not call.batch_invariant:
             raise
         raise NotImplementedError(f"{error}; {_instead(call)}") from None
     return DecodePlan(
         schedule=run_kernel(backend, call),
         seq_lens=lengths,
         groups=arrangement.groups,
+        prefix=None,
         shape=Shape.of(call),
         implementation=backend.name,
         batch_invariant=call.batch_invariant,
     )
+
+
+def prefix_plan(plan: DecodePlan | None, prefixes: SharedPrefixes | None) -> DecodePlan | None:
+    """The part of `plan` for prefixes; ValueError if only one of the call and the plan has them."""
+    if not isinstance(plan, DecodePlan):
+        return None
+    if (plan.prefix is None) != (prefixes is None):
+        made, expected = ("without", "with") if plan.prefix is None else ("with", "without")
+        raise ValueError(f"`plan` was made {made} `prefix_tables`: expected one {expected} them, like this call")
+    return plan.prefix
 
 
 def groups_of(plan: DecodePlan | None, total: int | None) -> Groups | None:

@@ -6,11 +6,13 @@ the functions of the same names here.  Arguments of the same names have the same
 These functions differ as follows:
 
 - The cache is a `KVCache`, with a `layer`.
-- Arguments that tune a TPU do not exist, and neither do `mask_value` (masked scores have the weight 0), `out_dtype`
-  (results have the dtype of the queries) and `update_kv_cache`.
+- Arguments that tune a TPU do not exist, and neither do `mask_value` and `skip_kv_mask`: masked scores have the weight
+  0, and what is in memory beyond a sequence has no influence.
+- `update_kv_cache=False`, for a layer that reads the entries of another one, needs no new keys and values.  The kernels
+  expect arrays, which they ignore.
 - New keys, values and latents for caches of format `fp8` may be float8_e4m3fn, divided by their scale before the call,
   as the kernels require.  They may also be of another float dtype; then they are divided by the scale here.
-- A `sliding_window` needs a causal mask.
+- A `sliding_window` may also be a pair (left, right), as in `decode_mla`.  An int needs a causal mask.
 - Tokens of no sequence have results of 0.
 """
 
@@ -20,10 +22,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxkv.cache import KVCache
-from jaxkv.checks import Dims, check_cache, entry_scale, int32, positive_scale, running_sum
+from jaxkv.checks import (
+    Dims,
+    check_cache,
+    entry_scale,
+    float_dtype,
+    int32,
+    positive_scale,
+    running_sum,
+    static_bool,
+)
 from jaxkv.dispatch import Implementations
 from jaxkv.ops.attention import converted, decode_kv, decode_mla, query_axes
 from jaxkv.ops.writes import write_kv, write_mla
@@ -35,8 +46,8 @@ from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 def mla_ragged_paged_attention(
     ql_nope: ArrayLike,
     q_pe: ArrayLike,
-    new_kv_c: ArrayLike,
-    new_k_pe: ArrayLike,
+    new_kv_c: ArrayLike | None,
+    new_k_pe: ArrayLike | None,
     cache_kv: KVCache[MLAEntry],
     kv_lens: ArrayLike,
     page_indices: ArrayLike,
@@ -45,11 +56,13 @@ def mla_ragged_paged_attention(
     *,
     layer: ArrayLike,
     sm_scale: float = 1.0,
-    sliding_window: int | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
     soft_cap: float | None = None,
+    out_dtype: DTypeLike | None = None,
     q_scale: float | None = None,
     k_scale: float | None = None,
     v_scale: float | None = None,
+    update_kv_cache: bool = True,
     implementation: Implementations | None = None,
 ) -> tuple[jax.Array, KVCache[MLAEntry]]:
     """Stores new latents and attends to them and to those before: `write_mla`, then ragged `decode_mla`.
@@ -59,7 +72,7 @@ def mla_ragged_paged_attention(
         expects [Hq, T, R], and returns results in this order: transpose both.)
       q_pe: [T, Hq, P], rotary queries after RoPE, the dtype of `ql_nope`.
       new_kv_c: float [T, R], the new tokens' latents, or float8_e4m3fn for a cache of format `fp8`, divided by
-        `k_scale`.
+        `k_scale`.  Ignored without `update_kv_cache`, and may then be None.
       new_k_pe: [T, P], their rotary parts after RoPE, of the same kind.
       cache_kv: a cache of `MLAEntry`.
       kv_lens: int32 [S], tokens of each sequence, the new ones included.
@@ -71,17 +84,22 @@ def mla_ragged_paged_attention(
         other two numbers, which divide the work of TPU kernels, have no effect.
       layer: int, or traced int32 scalar.
       sm_scale: float, the softmax scale.
-      sliding_window: static positive int; a query sees only the last `sliding_window` tokens, itself included.
+      sliding_window: static positive int; a query sees only the last `sliding_window` tokens, itself included.  A pair
+        of ints (left, right) is a window as in `decode_mla`.
       soft_cap: static float; scores become soft_cap * tanh(score / soft_cap).
+      out_dtype: dtype of the results, which are first rounded to that of the queries; by default the latter.
       q_scale: float, a factor of the scores, for queries that the caller has divided by it.
       k_scale: float, the scale of the stored entries, required by format `fp8` (with float8_e4m3fn latents, the default
         is 1) and rejected by the others.  Scores are those of the stored keys, multiplied by it.
       v_scale: float, a factor of the results of format `fp8`, which are sums of stored latents; default 1.  Usually the
         same number as `k_scale`, because latents are stored once, as keys and as values.
+      update_kv_cache: static bool; if False, nothing is stored: the layer, whose index is `layer`, has the entries of
+        the new tokens already.
       implementation: None (the best that supports the call), a name, or a sequence of names, for each of the two calls.
 
     Returns:
-      (out, cache): out [T, Hq, R] of ql_nope's dtype (e4m3 converted, as in `decode_kv`), 0 for tokens of no sequence.
+      (out, cache): out [T, Hq, R] of ql_nope's dtype (e4m3 converted, as in `decode_kv`) or `out_dtype`, 0 for tokens
+      of no sequence.
       A token whose position is beyond the sequence's table is not stored.  Donate the cache to update it in place.
 
     Raises:
@@ -95,10 +113,11 @@ def mla_ragged_paged_attention(
     scale: Any = sm_scale
     if q_scale is not None:
         scale = positive_scale("q_scale", q_scale) * scale
-    (new_kv_c, new_k_pe), write_scale, k_scale = _stored((new_kv_c, new_k_pe), k_scale, entry)
-    cache_kv = write_mla(
-        cache_kv, new_kv_c, new_k_pe, slots, layer=layer, kv_scale=write_scale, implementation=implementation
-    )  # fmt: skip
+    if static_bool("update_kv_cache", update_kv_cache):
+        (kv_c, k_pe), write_scale, k_scale = _stored((new_kv_c, new_k_pe), k_scale, entry)
+        cache_kv = write_mla(
+            cache_kv, kv_c, k_pe, slots, layer=layer, kv_scale=write_scale, implementation=implementation
+        )  # fmt: skip
     q_latent, q_pe = (converted(q, entry.input_dtype) for q in (ql_nope, q_pe))
     out = decode_mla(
         q_latent, q_pe, cache_kv, tables, lengths, layer=layer, scale=scale, kv_scale=k_scale, window=sliding_window,
@@ -110,13 +129,13 @@ def mla_ragged_paged_attention(
         # `decode_mla` has multiplied the sums of stored latents by `k_scale`.
         wanted: Any = entry_scale("v_scale", v_scale, cache_kv)
         out = (out.astype(jnp.float32) * (wanted / k_scale)).astype(out.dtype)
-    return out, cache_kv
+    return _as_dtype(out, out_dtype), cache_kv
 
 
 def ragged_paged_attention(
     queries: ArrayLike,
-    keys: ArrayLike,
-    values: ArrayLike,
+    keys: ArrayLike | None,
+    values: ArrayLike | None,
     kv_cache: KVCache[KVEntry],
     kv_lens: ArrayLike,
     page_indices: ArrayLike,
@@ -126,19 +145,22 @@ def ragged_paged_attention(
     *,
     layer: ArrayLike,
     sm_scale: float = 1.0,
-    sliding_window: int | None = None,
+    sliding_window: int | tuple[int, int] | None = None,
     soft_cap: float | None = None,
+    out_dtype: DTypeLike | None = None,
     q_scale: float | None = None,
     k_scale: ArrayLike | None = None,
     v_scale: ArrayLike | None = None,
     use_causal_mask: bool = True,
+    update_kv_cache: bool = True,
     implementation: Implementations | None = None,
 ) -> tuple[jax.Array, KVCache[KVEntry]]:
     """Stores new keys and values and attends to them and to those before: `write_kv`, then ragged `decode_kv`.
 
     Args:
       queries: float or float8_e4m3fn [T, Hq, D], the queries of the new tokens, not divided by `q_scale`.
-      keys: float [T, H, D], their keys, or float8_e4m3fn for a cache of format `fp8`, divided by `k_scale`.
+      keys: float [T, H, D], their keys, or float8_e4m3fn for a cache of format `fp8`, divided by `k_scale`.  Ignored
+        without `update_kv_cache`, like `values`, and may then be None.
       values: float [T, H, Dv], their values, or float8_e4m3fn, divided by `v_scale`.
       kv_cache: a cache of `KVEntry`.
       kv_lens: int32 [S], tokens of each sequence, the new ones included.
@@ -150,20 +172,24 @@ def ragged_paged_attention(
       attention_sink: float32 [Hq], one logit per head that is added to the softmax's denominator, as it is.
       layer: int, or traced int32 scalar.
       sm_scale: float, the softmax scale.
-      sliding_window: static positive int; a query sees only the last `sliding_window` tokens, itself included.
+      sliding_window: static positive int; a query sees only the last `sliding_window` tokens, itself included.  A pair
+        of ints (left, right) is a window as in `decode_mla`.
       soft_cap: static float; scores become soft_cap * tanh(score / soft_cap).
+      out_dtype: dtype of the results, which are first rounded to that of the queries; by default the latter.
       q_scale: float; queries are divided by it, rounded to the dtype in which the cache stores keys (e4m3 for format
         `fp8`, saturating), and the scores are multiplied by it.  Rejected by formats without such a dtype.
       k_scale: float or [H], the scale of the stored keys, required by format `fp8` (with float8_e4m3fn keys, the
         default is 1) and rejected by formats without a scale.
       v_scale: the same for values.
-      use_causal_mask: static bool; if False, every query token sees all tokens of its sequence.
+      use_causal_mask: static bool; if False, a query token sees all tokens of its sequence, or those in its window.
+      update_kv_cache: static bool; if False, nothing is stored.  Layers without keys and values of their own, as in
+        Gemma 3n, read those of another layer in this way: pass that layer's index as `layer`.
       implementation: None (the best that supports the call), a name, or a sequence of names, for each of the two calls.
 
     Returns:
-      (out, cache): out [T, Hq, Dv] of the queries' dtype (e4m3 converted, as in `decode_kv`), 0 for tokens of no
-      sequence.  A token whose position is beyond the sequence's table is not stored.  Donate the cache to update it in
-      place.
+      (out, cache): out [T, Hq, Dv] of the queries' dtype (e4m3 converted, as in `decode_kv`) or `out_dtype`, 0 for
+      tokens of no sequence.  A token whose position is beyond the sequence's table is not stored.  Donate the cache to
+      update it in place.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
@@ -173,12 +199,13 @@ def ragged_paged_attention(
         kv_cache, "queries", queries, kv_lens, page_indices, cu_q_lens, distribution
     )
     entry = kv_cache.layout.entry
-    (keys,), write_k_scale, k_scale = _stored((keys,), k_scale, entry)
-    (values,), write_v_scale, v_scale = _stored((values,), v_scale, entry)
-    kv_cache = write_kv(
-        kv_cache, keys, values, slots, layer=layer, k_scale=write_k_scale, v_scale=write_v_scale,
-        implementation=implementation,
-    )  # fmt: skip
+    if static_bool("update_kv_cache", update_kv_cache):
+        (k,), write_k_scale, k_scale = _stored((keys,), k_scale, entry)
+        (v,), write_v_scale, v_scale = _stored((values,), v_scale, entry)
+        kv_cache = write_kv(
+            kv_cache, k, v, slots, layer=layer, k_scale=write_k_scale, v_scale=write_v_scale,
+            implementation=implementation,
+        )  # fmt: skip
     queries, scale = converted(queries, entry.input_dtype), sm_scale
     dtype = queries.dtype
     if q_scale is not None:
@@ -189,7 +216,12 @@ def ragged_paged_attention(
         logit_cap=soft_cap, window=sliding_window, causal=use_causal_mask, sinks=attention_sink, cu_q_lens=cu_q_lens,
         implementation=implementation,
     )  # fmt: skip
-    return out.astype(dtype), kv_cache
+    return _as_dtype(out.astype(dtype), out_dtype), kv_cache
+
+
+def _as_dtype(out: jax.Array, dtype) -> jax.Array:
+    """Results in the dtype that the caller asks for."""
+    return out if dtype is None else out.astype(float_dtype("out_dtype", dtype))
 
 
 def _stored(parts: tuple, scale, entry) -> tuple[tuple, Any, Any]:

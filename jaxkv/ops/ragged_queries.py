@@ -7,9 +7,10 @@ forms are arranged as this one, outside of the kernels:
                  its own, with the blocks of the whole request and a length up to its own last token.
     not causal   All query tokens of a request see the same keys, as the heads of one query token do: they become heads.
 
-One kind of call has no such form: query tokens that are not the last ones, and see some tokens after their own (a
-`window` without a causal mask).  Their groups have the whole length, and `trailing` tokens come after them.  Kernels
-that support `ahead` compute their masks from both.
+Calls with a `window` have no such form if query tokens see some tokens after their own, or if a group has fewer tokens
+than places, and neither have those with a `tree_mask`.  Groups then have the whole length, and kernels compute their
+masks from it and from `trailing`, the number of tokens after the last place.  Places without tokens come last, so that
+their windows begin after those of the tokens: what no query token sees may hold NaN.
 
 A group has as many rows (query tokens x heads that share keys) as a kernel's tile.  A kernel that supported ragged
 queries itself would therefore read the keys as often.
@@ -27,9 +28,11 @@ from jaxkv import data_checks
 from jaxkv.checks import Dims, computed, int32, running_sum
 from jaxkv_kernels.addressing import lengths_in_table
 from jaxkv_kernels.calls import DecodeCall, PlanDecode
+from jaxkv_kernels.masks import Tree
+from jaxkv_kernels.token_heads import heads_as_tokens, tokens_as_heads
 
-TILE_ROWS = 64
-"""Rows of a tile of queries in GPU kernels."""
+TILE_ROWS, FEW_ROWS = 64, 16
+"""Rows of a tile of queries in GPU kernels, and how many of them all kernels for quantised entries support."""
 
 
 @jax.tree_util.register_dataclass
@@ -40,10 +43,9 @@ class Groups:
     requests: jax.Array
     """[G]: the request of each group; -1 for unused groups."""
     num_trailing: jax.Array
-    """[G]: how many query tokens of the request come after the group."""
+    """[G]: how many query tokens of the request come after the group; negative if places of the group do."""
     tokens: jax.Array
-    """[G, size]: the query token in each place.  The tokens of a group are at its end; the places before them hold any
-    token."""
+    """[G, size]: the query token in each place.  Places without one, before or after those of the group, hold any."""
     places: jax.Array
     """[T]: the place of each query token among all G * size; G * size for tokens of no request."""
 
@@ -53,41 +55,36 @@ class Groups:
         return self.tokens.shape[1]
 
 
-def group_size(total: int, requests: int, rows_per_token: int, window: int | None) -> int:
+def group_size(total: int, requests: int, rows_per_token: int, tile_rows: int = TILE_ROWS) -> int:
     """Query tokens per group, for `total` tokens of `requests`.
 
-    As many as fill a tile of rows, but no more than a request has on average, rounded up to a power of two.  With a
-    window there is one: the windows of a group's places without tokens would begin before those of its tokens, and what
-    no query token sees may hold NaN.
+    As many as fill a tile of rows, but no more than a request has on average, rounded up to a power of two.
     """
-    if window is not None:
-        return 1
     average = -(-total // requests)
-    return max(1, min(TILE_ROWS // rows_per_token, 1 << (average - 1).bit_length()))
+    return max(1, min(tile_rows // rows_per_token, 1 << (average - 1).bit_length()))
 
 
-@partial(jax.jit, static_argnames=("total", "size"))
-def divide(cu_q_lens: jax.Array, *, total: int, size: int) -> Groups:
+@partial(jax.jit, static_argnames=("total", "size", "from_first"))
+def divide(cu_q_lens: jax.Array, *, total: int, size: int, from_first: bool = False) -> Groups:
     """Divides `total` query tokens into groups of at most `size` tokens.
 
     Request b of B has the tokens from cu_q_lens[b] to cu_q_lens[b + 1], which does not fall (`running_sum`).  They are
-    divided from the last one on, so that only the first group of a request may have fewer.
+    divided from the last one on, so that only the first group of a request may have fewer, or with `from_first` from
+    the first one on, so that only the last group may.
     """
     batch = cu_q_lens.shape[0] - 1
     counts = cu_q_lens[1:] - cu_q_lens[:-1]
+    spare = -counts % size if from_first else jnp.zeros_like(counts)  # places at the end of the last group
     after = jnp.cumsum(-(-counts // size), dtype=jnp.int32)  # groups of this request and those before it
     group = jnp.arange((total + batch * (size - 1)) // size, dtype=jnp.int32)
     request = _first_above(after, group)
     used, request = request < batch, jnp.minimum(request, batch - 1)
-    num_trailing = jnp.where(used, (after[request] - 1 - group) * size, 0)
+    num_trailing = jnp.where(used, (after[request] - 1 - group) * size - spare[request], 0)
     end = cu_q_lens[request] + counts[request] - num_trailing
     tokens = end[:, None] - size + jnp.arange(size, dtype=jnp.int32)
 
-    token = jnp.arange(total, dtype=jnp.int32)
-    owner = _first_above(cu_q_lens[1:], token)
-    owned, owner = (owner < batch) & (token >= cu_q_lens[0]), jnp.minimum(owner, batch - 1)
-    back = cu_q_lens[owner + 1] - 1 - token  # tokens of the request after this one
-    places = after[owner] * size - 1 - back
+    owned, owner, back = owners(cu_q_lens, total)
+    places = after[owner] * size - 1 - spare[owner] - back
     none = group.size * size
     return Groups(
         requests=jnp.where(used, request, -1),
@@ -95,6 +92,18 @@ def divide(cu_q_lens: jax.Array, *, total: int, size: int) -> Groups:
         tokens=jnp.clip(tokens, 0, total - 1),
         places=jnp.where(owned & (places >= 0), jnp.minimum(places, none), none),
     )
+
+
+def owners(cu_q_lens: jax.Array, total: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Whether each of `total` query tokens belongs to a request, which one, and how many tokens of it come after.
+
+    `cu_q_lens` is as in `divide`.  All results are [T]; for tokens of no request, the last two may hold any request and
+    any number.
+    """
+    batch, token = cu_q_lens.shape[0] - 1, jnp.arange(total, dtype=jnp.int32)
+    owner = _first_above(cu_q_lens[1:], token)
+    owned, owner = (owner < batch) & (token >= cu_q_lens[0]), jnp.minimum(owner, batch - 1)
+    return owned, owner, cu_q_lens[owner + 1] - 1 - token
 
 
 def _first_above(ascending, values):
@@ -126,14 +135,18 @@ def arrange(
     if cu_q_lens is not None:
         dims.check_running_sum("cu_q_lens", cu_q_lens)
         if data_checks.checking():
-            _check_rises(int32(cu_q_lens), dims["T"])
+            check_rises(int32(cu_q_lens), dims["T"])
         if groups is None:
-            size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, call.window)
-            groups = computed(partial(divide, total=dims["T"], size=size), running_sum(cu_q_lens))
-    return Arrangement(q_len, kv_heads, call.window is None and call.ahead is None, groups)
+            windowed = call.window is not None
+            tile_rows = FEW_ROWS if windowed and call.entry.quantised else TILE_ROWS
+            size = group_size(dims["T"], dims["B"], dims["Hq"] // kv_heads, tile_rows)
+            divided = partial(divide, total=dims["T"], size=size, from_first=windowed)
+            groups = computed(divided, running_sum(cu_q_lens))
+    as_heads = call.window is None and call.ahead is None and call.tree is None and call.mask is None
+    return Arrangement(q_len, kv_heads, as_heads, groups)
 
 
-def _check_rises(cu_q_lens, total: int) -> None:
+def check_rises(cu_q_lens, total: int) -> None:
     """Checks, in checked mode, that `cu_q_lens` rises from 0 to at most `total`."""
     before = jnp.concatenate([jnp.zeros(1, jnp.int32), cu_q_lens[:-1]])
     rises = (cu_q_lens >= before) & (cu_q_lens <= total) & ((jnp.arange(cu_q_lens.size) > 0) | (cu_q_lens == 0))
@@ -163,14 +176,18 @@ class Arrangement:
     def applied[C: DecodeCall[Any] | PlanDecode](self, call: C) -> C:
         """The call of `arrange` with the queries, tables and lengths of the kernel's requests."""
         tables, lengths = self._requests(call)
-        ahead = 0 if self.as_heads else call.ahead
-        call = replace(call, block_tables=tables, seq_lens=lengths, ahead=ahead)
+        ahead, tree = 0 if self.as_heads else call.ahead, self._tree(call.tree)
+        trailing = self.groups.num_trailing if self.groups is not None and self._trails(call) else None
+        call = replace(call, block_tables=tables, seq_lens=lengths, trailing=trailing, ahead=ahead, tree=tree)
         if isinstance(call, DecodeCall):
-            trailing = None if self.groups is None or ahead == 0 else self.groups.num_trailing
-            return replace(call.with_queries(*map(self._queries, call.queries)), trailing=trailing)
+            return call.with_queries(*map(self._queries, call.queries))
         if not self.as_heads:
             return replace(call, q_len=self._size)
         return replace(call, q_len=1, heads=call.heads * self._size)
+
+    def _trails(self, call: DecodeCall[Any] | PlanDecode) -> bool:
+        """Whether groups have `trailing`, and the whole length of their request."""
+        return not self.as_heads and (call.ahead != 0 or (call.window is not None and self._size > 1))
 
     def _requests(self, call: DecodeCall[Any] | PlanDecode) -> tuple[Any, Any]:
         """The block tables [G, M] and lengths [G] of the kernel's requests."""
@@ -180,11 +197,21 @@ class Arrangement:
         def of_groups(groups, block_tables, seq_lens):
             request = jnp.maximum(groups.requests, 0)
             lengths = lengths_in_table(seq_lens, block_tables, call.pages.block_size)[request]
-            if call.ahead == 0:
+            if call.ahead == 0 and not self._trails(call):
                 lengths = lengths - groups.num_trailing
             return block_tables[request], jnp.where(groups.requests < 0, 0, lengths)
 
         return computed(of_groups, self.groups, call.block_tables, call.seq_lens)
+
+    def _tree(self, tree: Tree | None) -> Tree | None:
+        """`tree`, whose rows are those of the call's queries, for the kernel's requests."""
+        if tree is None or self.groups is None:
+            return tree
+
+        def of_groups(tree, groups):
+            return Tree(tree.start[jnp.maximum(groups.requests, 0)], tree.seen[groups.tokens])
+
+        return computed(of_groups, tree, self.groups)
 
     def _queries(self, q):
         """`q` [B, Q, H, D], [B, H, D] or (ragged) [T, H, D] as the kernel's queries."""
@@ -194,11 +221,7 @@ class Arrangement:
                 q = jnp.asarray(q)[groups.tokens]
             elif q.ndim == 3:
                 q = q[:, None]
-            if not self.as_heads:
-                return q
-            batch, size, heads, width = q.shape
-            q = q.reshape(batch, size, self.kv_heads, heads // self.kv_heads, width).swapaxes(1, 2)
-            return q.reshape(batch, 1, size * heads, width)
+            return tokens_as_heads(q, self.kv_heads) if self.as_heads else q
 
         return computed(arranged, q, self.groups)
 
@@ -212,10 +235,7 @@ class Arrangement:
 
     def _ordered(self, x, empty: float):
         if self.as_heads:
-            batch, _, rows, *rest = x.shape
-            heads, size = rows // self._size, self._size
-            x = x.reshape(batch, self.kv_heads, size, heads // self.kv_heads, *rest).swapaxes(1, 2)
-            x = x.reshape(batch, size, heads, *rest)
+            x = heads_as_tokens(x, self.kv_heads, self._size)
         if self.groups is not None:
             return x.reshape(-1, *x.shape[2:]).at[self.groups.places].get(mode="fill", fill_value=empty)
         return x[:, 0] if self.q_len is None else x

@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
 from jaxkv.checks import (
+    QUERIES,
     Dims,
     check_cache,
     entry_scale,
@@ -20,6 +21,7 @@ from jaxkv.checks import (
     static_bool,
 )
 from jaxkv.dispatch import Implementations, run
+from jaxkv.ops.attention import in_float
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, array, sample_options, sample_queries
 from jaxkv_kernels import calls
@@ -55,12 +57,14 @@ def decode_mla_sparse(
     *,
     layer: ArrayLike,
     scale: ArrayLike,
+    q_scale: ArrayLike | None = None,
     kv_scale: ArrayLike | None = None,
     counts: ArrayLike | None = None,
     extra: ExtraCache | None = None,
     sinks: ArrayLike | None = None,
     logit_cap: float | None = None,
     return_lse: Literal[False] = False,
+    return_max_logits: Literal[False] = False,
     batch_invariant: bool = False,
     implementation: Implementations | None = None,
 ) -> jax.Array: ...
@@ -73,15 +77,18 @@ def decode_mla_sparse(
     *,
     layer: ArrayLike,
     scale: ArrayLike,
+    q_scale: ArrayLike | None = None,
     kv_scale: ArrayLike | None = None,
     counts: ArrayLike | None = None,
     extra: ExtraCache | None = None,
     sinks: ArrayLike | None = None,
     logit_cap: float | None = None,
     return_lse: Literal[True],
+    return_max_logits: Literal[False] = False,
     batch_invariant: bool = False,
     implementation: Implementations | None = None,
 ) -> tuple[jax.Array, jax.Array]: ...
+@overload
 def decode_mla_sparse(
     q_latent: ArrayLike,
     q_pe: ArrayLike,
@@ -90,25 +97,68 @@ def decode_mla_sparse(
     *,
     layer: ArrayLike,
     scale: ArrayLike,
+    q_scale: ArrayLike | None = None,
+    kv_scale: ArrayLike | None = None,
+    counts: ArrayLike | None = None,
+    extra: ExtraCache | None = None,
+    sinks: ArrayLike | None = None,
+    logit_cap: float | None = None,
+    return_lse: Literal[False] = False,
+    return_max_logits: Literal[True],
+    batch_invariant: bool = False,
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, jax.Array]: ...
+@overload
+def decode_mla_sparse(
+    q_latent: ArrayLike,
+    q_pe: ArrayLike,
+    cache: KVCache[MLAEntry],
+    slots: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: ArrayLike,
+    q_scale: ArrayLike | None = None,
+    kv_scale: ArrayLike | None = None,
+    counts: ArrayLike | None = None,
+    extra: ExtraCache | None = None,
+    sinks: ArrayLike | None = None,
+    logit_cap: float | None = None,
+    return_lse: Literal[True],
+    return_max_logits: Literal[True],
+    batch_invariant: bool = False,
+    implementation: Implementations | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]: ...
+def decode_mla_sparse(
+    q_latent: ArrayLike,
+    q_pe: ArrayLike,
+    cache: KVCache[MLAEntry],
+    slots: ArrayLike,
+    *,
+    layer: ArrayLike,
+    scale: ArrayLike,
+    q_scale: ArrayLike | None = None,
     kv_scale: ArrayLike | None = None,
     counts: ArrayLike | None = None,
     extra: ExtraCache | None = None,
     sinks: ArrayLike | None = None,
     logit_cap: float | None = None,
     return_lse: bool = False,
+    return_max_logits: bool = False,
     batch_invariant: bool = False,
     implementation: Implementations | None = None,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
+) -> jax.Array | tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
     """Absorbed multi-head latent attention to the given slots only (DeepSeek V3.2, V4).
 
     Args:
-      q_latent: float [B, Q, Hq, R], queries multiplied by W_UK.
+      q_latent: float or float8_e4m3fn [B, Q, Hq, R], queries multiplied by W_UK.  Those of e4m3 are converted as in
+        `decode_mla`.
       q_pe: [B, Q, Hq, P], rotary queries after RoPE, the dtype of `q_latent`.
       cache: a cache of `MLAEntry`; its entries are converted to the queries' dtype.
       slots: int32 [B, Q, K], the slots that each query token attends to (`positions_to_slots`); negative ones and
         those past the cache are masked.  For causal attention, select only tokens that the query token may see.
       layer: int, or traced int32 scalar.
       scale: float, the model's own softmax scale.
+      q_scale: float scalar or [Hq], the scale of queries of e4m3, as in `decode_mla`.
       kv_scale: float scalar, required by format `fp8` and rejected by the others; value = stored * kv_scale.
       counts: int32 [B, Q]; only the first `counts` slots of a query token are used, and the others may hold any value.
         Default: all K slots.
@@ -118,24 +168,29 @@ def decode_mla_sparse(
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       return_lse: also return the log-sum-exp of the scores.
+      return_max_logits: also return the largest logit of each query token and head (FlashMLA's `max_logits`): the
+        maximum of the scores, multiplied by `scale` and capped, without sinks.  `xla` only.
       batch_invariant: whether the result of a query token has the same bits whatever the rest of the batch is.  Its
         slots are then split by their own number alone, which takes longer if query tokens are few.  `mosaic_gpu` only.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      out [B, Q, Hq, V], of q_latent's dtype; with `return_lse` also lse, float32 [B, Q, Hq], natural logarithm.  V is
-      R, or R + P in the formats of DeepSeek V4 and V4.1 (`fp8_v4`, `fp8_v41`, `fp8_v41_split`, `fp4_v41` and
-      `fp4_v41_split`), whose values include the rotary part.  A query token all of whose slots are masked gets 0 and
-      -inf; low finite scores are never masked.
+      out [B, Q, Hq, V], of q_latent's dtype (e4m3 converted); with `return_lse` also lse, float32 [B, Q, Hq], natural
+      logarithm; with `return_max_logits` also the largest logits, float32 [B, Q, Hq], after these.  V is R, or R + P in
+      the formats of DeepSeek V4 and V4.1 (`fp8_v4`, `fp8_v41`, `fp8_v41_split`, `fp4_v41` and `fp4_v41_split`), whose
+      values include the rotary part.  A query token all of whose slots are masked gets 0, -inf and -inf; low finite
+      scores are never masked.
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong, or the two caches have entries of different sizes.
     """
     return_lse = static_bool("return_lse", return_lse)
+    return_max_logits = static_bool("return_max_logits", return_max_logits)
     check_cache(cache, MLAEntry)
     dims = mla_dims(cache)
-    q_latent = dims.check("q_latent", q_latent, "B Q Hq R")
+    q_latent = dims.check("q_latent", q_latent, "B Q Hq R", QUERIES)
     q_pe = dims.check("q_pe", q_pe, "B Q Hq P", (str(q_latent.dtype),))
+    (q_latent, q_pe), scale = in_float((q_latent, q_pe), q_scale, softmax_scale(scale), cache.layout.entry.input_dtype)
     if sinks is not None:
         sinks = dims.check("sinks", sinks, "Hq", ("float32",))
     first = _checked_slots(dims, ExtraCache(cache, slots, layer, counts, kv_scale))
@@ -150,13 +205,16 @@ def decode_mla_sparse(
         counts=first.counts,
         kv_scale=first.kv_scale,
         sinks=sinks,
-        scale=softmax_scale(scale),
+        scale=scale,
         extra=None if extra is None else _checked_extra(dims, cache, extra),
         logit_cap=logit_cap_of(logit_cap),
         batch_invariant=static_bool("batch_invariant", batch_invariant),
+        max_logits=return_max_logits,
     )
-    out, lse = run(call, implementation)
-    return (out, lse) if return_lse else out
+    out, lse, max_logits = run(call, implementation)
+    if max_logits is None:
+        return (out, lse) if return_lse else out
+    return (out, lse, max_logits) if return_lse else (out, max_logits)
 
 
 def _checked_extra(dims: Dims, cache: KVCache[MLAEntry], extra: ExtraCache) -> ExtraSlots:

@@ -103,8 +103,9 @@ def write_kv(
       v: float [T, H, Dv].
       slot_mapping: int32 [T], as in `write_mla`.
       layer: int, or traced int32 scalar, as in `write_mla`.
-      k_scale: float scalar or [H], required by format `fp8` for float values, and rejected otherwise; stored = value /
-        k_scale.
+      k_scale: float scalar, [H] or [num_blocks, block_size, H], required by format `fp8` for float values, and rejected
+        otherwise; stored = value / k_scale.  The last form is that of `decode_kv`: the scales at `slot_mapping` are
+        used.
       v_scale: the same for v; stored = value / v_scale.
       cos_sin: float32 [T, D], the cosines and then the sines of D / 2 angles per token, by which the pairs of values of
         each head of `k` are rotated, as in `write_mla`.  All D values are rotated; rotate keys of which only some are

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxkv.cache import KVCache
+from jaxkv.checks import check_one_buffer
 from jaxkv.layout.layout import CacheLayout
 
 
@@ -27,6 +28,7 @@ def zeros(layout: CacheLayout, mesh: Mesh, axis: str | tuple[str, ...]) -> KVCac
     Raises:
       ValueError: the mesh has no such axis, or the last axes do not have as many devices as `layout.shards`.
     """
+    check_one_buffer("layout", layout)
     names = check_axis(mesh, axis)
     sizes = [mesh.shape[name] for name in names]
     devices = math.prod(sizes)

@@ -20,7 +20,7 @@ from jax import lax
 
 from jaxkv import data_checks
 from jaxkv.cache import KVCache
-from jaxkv.checks import FLOATS, Dims, check_cache, describe, index_below, int32, positive_int, window_of
+from jaxkv.checks import FLOATS, QUERIES, Dims, check_cache, describe, index_below, int32, positive_int, window_of
 from jaxkv.layout.layout import CacheLayout, TokenShards, checked_shards
 from jaxkv.ops import attention, indexer, merge, plan, sparse
 from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
@@ -197,8 +197,8 @@ def decode_mla(
       axis: mesh axis (or several) of the `shard_map` around this call.
       sinks: float32 [Hq], attention sinks, as in `jaxkv.decode_mla`.
       return_lse: also return the log-sum-exp of the scores.
-      **options: `layer`, `scale`, `kv_scale`, `logit_cap`, `window` and `implementation`, as in `jaxkv.decode_mla`, and
-        `plan`, from `context.plan_decode`.
+      **options: `layer`, `scale`, `q_scale`, `kv_scale`, `logit_cap`, `window` and `implementation`, as in
+        `jaxkv.decode_mla`, and `plan`, from `context.plan_decode`.
 
     Returns:
       The result of `jaxkv.decode_mla`, the same on all devices along `axis`.
@@ -223,7 +223,7 @@ def decode_kv(q, cache: KVCache, block_tables, seq_lens, *, axis, sinks=None, re
       axis: mesh axis (or several) of the `shard_map` around this call.
       sinks: float32 [Hq], attention sinks, as in `jaxkv.decode_mla`.
       return_lse: also return the log-sum-exp of the scores.
-      **options: `layer`, `scale`, `k_scale`, `v_scale`, `logit_cap`, `window` and `implementation`, as in
+      **options: `layer`, `scale`, `q_scale`, `k_scale`, `v_scale`, `logit_cap`, `window` and `implementation`, as in
         `jaxkv.decode_kv`, and `plan`, from `context.plan_decode`.
 
     Returns:
@@ -279,12 +279,12 @@ def plan_decode(
 def _decode(operation, queries, cache, block_tables, seq_lens, axis, sinks, return_lse, options):
     scales = ("kv_scale",) if "q_latent" in queries else ("k_scale", "v_scale")
     window, plans = options.pop("window", None), options.pop("plan", None)
-    _check_options(options, ("layer", "scale", *scales, "logit_cap", "implementation"))
+    _check_options(options, ("layer", "scale", "q_scale", *scales, "logit_cap", "implementation"))
     dims, name = Dims(), next(iter(queries))
     first = queries[name][0]
     axes = attention.query_axes(name, first)
     for name, (q, content) in queries.items():
-        dims.check(name, q, f"{axes} {content}", attention.KV_QUERIES if name == "q" else FLOATS)
+        dims.check(name, q, f"{axes} {content}", QUERIES)
     tokens = dims["Q"] if "Q" in axes.split() else 1
     rows = [q.reshape(-1, *q.shape[-2:]) for q, _ in queries.values()]
     tables, lengths, windows, own = _requests_of_tokens(cache, block_tables, seq_lens, dims, tokens, axis, window)
@@ -479,17 +479,20 @@ def decode_mla_sparse(q_latent, q_pe, cache: KVCache, slots, *, axis, return_lse
       slots: int32 [B, Q, K], slots in the cache of this device; negative ones are masked.
       axis: mesh axis (or several) of the `shard_map` around this call.
       return_lse: also return the log-sum-exp of the scores.
-      **options: `layer`, `scale`, `kv_scale`, `counts`, `extra` (slots in another cache of this device), `logit_cap`
-        and `implementation`, as in `jaxkv.decode_mla_sparse`.
+      **options: `layer`, `scale`, `q_scale`, `kv_scale`, `counts`, `extra` (slots in another cache of this device),
+        `logit_cap` and `implementation`, as in `jaxkv.decode_mla_sparse`.
 
     Returns:
       The result of `jaxkv.decode_mla_sparse`, the same on all devices along `axis`.
 
     Raises:
-      ValueError: a shape, dtype, static layer or scale is wrong, there is no such axis, or `sinks` are given.
+      ValueError: a shape, dtype, static layer or scale is wrong, there is no such axis, `sinks` are given, or
+        `return_max_logits` is True.
     """
     if options.get("sinks") is not None:
         raise ValueError("`sinks` are given: expected None, because every device would add them to its share")
+    if options.get("return_max_logits"):
+        raise ValueError("`return_max_logits` is True: expected False, because only results and `lse` are merged")
     parts = sparse.decode_mla_sparse(q_latent, q_pe, cache, slots, return_lse=True, **options)
     out, lse = merge_states(*parts, axis=axis)
     return (out, lse) if return_lse else out

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxkv.cache import KVCache
-from jaxkv.checks import block_ids, describe
+from jaxkv.checks import block_ids, check_one_buffer, describe
 from jaxkv.ops import blocks
 from jaxkv.ops.blocks import pairs_of_groups
 
@@ -39,6 +39,7 @@ def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_bloc
     for name, cache in (("source", source), ("target", target)):
         if not isinstance(cache, KVCache):
             raise ValueError(f"`{name}` is {describe(cache)}: expected a KVCache")
+        check_one_buffer(name, cache.layout)
     source_ids = block_ids("source_blocks", source_blocks, source.layout.num_blocks)
     target_ids = block_ids("target_blocks", target_blocks, target.layout.num_blocks, distinct=True)
     if source_ids.size != target_ids.size:

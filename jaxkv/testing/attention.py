@@ -2,20 +2,22 @@
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.testing.case import PER_HEAD, Case, Index, Shapes
+from jaxkv import masks
+from jaxkv.ops.attention import in_float
+from jaxkv.testing.case import PER_HEAD, PER_TOKEN, SCALES, Case, Index, Shapes
 from jaxkv.testing.indices import FAR, draw_lengths, draw_tables, past_the_limits, reveal
 from jaxkv.testing.layouts import draw_entry_beside, draw_layout, pick
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Format
 
-INVARIANT = "batch_invariant"
+INVARIANT, MAX_LOGITS, IN_E4M3 = "batch_invariant", "return_max_logits", "queries in e4m3"
 NUMBERS = "bfloat16", "float16", "float32"
 """The dtypes of entries that are not quantised: queries represent them exactly in the same dtype, and in float32."""
 F32 = jnp.dtype("float32")
@@ -23,8 +25,23 @@ MOST_EXTRA_BYTES = 2**21
 """The most bytes of the second cache of sparse attention: each call fills a new one."""
 
 
+SHARED = "prefix_tables"
+"""The name of optional prefixes that requests share, in `extras`."""
+PREFIXES = SHARED, "prefix_lens", "prefix_of"
+"""Their arguments."""
+
 WINDOWS = (64, 64), (3, 1), (127, -1), (-1, 2)
 """Windows of both sides that are drawn."""
+TREE = "tree_mask"
+
+
+def every_third(query, key):
+    """A mask that is not made of intervals."""
+    return (query - key) % 3 == 0
+
+
+MASKS = masks.Chunked(48), masks.Chunked(128), masks.Prefix(3) | masks.Sliding(70, 2), every_third
+"""Masks that are drawn."""
 
 
 def _behind(window: int | tuple[int, int] | None) -> int | None:
@@ -42,9 +59,23 @@ class Queries(Case):
         (cache, *rest), keywords = super().arguments(cache, (), draw, layer)
         return (*values, cache, *rest), keywords
 
+    @property
+    def total(self) -> int:
+        """Query tokens of all requests."""
+        return self.requests * self.q_len
+
+    @property
+    def token_axes(self) -> tuple[int, ...]:
+        """The lengths of the first axes of queries."""
+        return (self.total,) if "cu_q_lens" in self.extras else (self.requests, self.q_len)
+
     def index(self, rng, live) -> Index:
-        """Block tables and lengths."""
-        return self.tables_and_lengths(rng, live, self.q_len), {}
+        """Block tables and lengths; running sums of the query tokens of each request."""
+        if "cu_q_lens" not in self.extras:
+            return self.tables_and_lengths(rng, live, self.q_len), {}
+        edges = np.sort(rng.integers(self.total + 1, size=self.requests))
+        sums = np.r_[0, edges].astype(np.int32)
+        return self.tables_and_lengths(rng, live, np.diff(sums)), {"cu_q_lens": sums}
 
     def tables_and_lengths(self, rng, live, q_lens):
         """Block tables and lengths; `q_lens` are the numbers of query tokens of the requests."""
@@ -60,11 +91,13 @@ class DecodeMLA(Queries):
     """Attention to latents."""
 
     result = "attention"
+    masked: ClassVar[bool] = True
+    """Whether the operation has `mask` and `tree_mask`."""
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
-        """`cu_q_lens` (ragged query tokens) and `sinks`."""
-        return ("cu_q_lens", "sinks", PER_HEAD)
+        """`cu_q_lens` (ragged query tokens), `sinks`, shared prefixes, and queries in e4m3 with a scale."""
+        return ("cu_q_lens", "sinks", SHARED, IN_E4M3, *SCALES)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -76,68 +109,108 @@ class DecodeMLA(Queries):
         dtype = fields["dtype"]
         if own in NUMBERS:
             dtype = jnp.dtype(pick(rng, own, own, "float32"))
-        return {"options": {**options, "return_lse": True}, "dtype": dtype}
-
-    @property
-    def total(self) -> int:
-        """Query tokens of all requests."""
-        return self.requests * self.q_len
+        extras = fields["extras"]
+        if cls.masked:
+            options["mask"] = rng.choice(np.asarray([None, *MASKS], object)) if rng.random() < 0.3 else None
+            extras += (TREE,) if options["causal"] and rng.random() < 0.2 else ()
+        if IN_E4M3 in extras:
+            dtype = layout.entry.input_dtype  # to which the operations convert queries
+        if options["window"] is not None or options.get("mask") is not None:
+            extras = _without(SHARED, extras)
+        return {"options": {**options, "return_lse": True}, "dtype": dtype, "extras": extras}
 
     @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of the queries, one array for each part of an entry."""
-        tokens = (self.total,) if "cu_q_lens" in self.extras else (self.requests, self.q_len)
-        return [((*tokens, self.heads, n), self.dtype) for n in self.layout.entry.sizes]
+        dtype = jnp.dtype("float8_e4m3fn") if IN_E4M3 in self.extras else self.dtype
+        return [((*self.token_axes, self.heads, n), dtype) for n in self.layout.entry.sizes]
 
     def index(self, rng, live) -> Index:
-        """Block tables and lengths; running sums of the query tokens of each request, and sinks."""
-        q_lens, keywords = self.q_len, {}
-        if "cu_q_lens" in self.extras:
-            edges = np.sort(rng.integers(self.total + 1, size=self.requests))
-            keywords["cu_q_lens"] = np.r_[0, edges].astype(np.int32)
-            q_lens = np.diff(keywords["cu_q_lens"])
+        """What `Queries` has; sinks, the scale of queries in e4m3, shared prefixes, and trees."""
+        index, keywords = super().index(rng, live)
+        keywords = {**keywords, **self.of_heads(rng)}
+        if SHARED in self.extras:
+            keywords |= self._prefixes(rng, live)
+        if TREE in self.extras:
+            ragged = "cu_q_lens" in self.extras
+            shape = (self.total, self.q_len + 1) if ragged else (self.requests, self.q_len, self.q_len)
+            keywords[TREE] = rng.random(shape) < pick(rng, 0.2, 0.8)
+        return index, keywords
+
+    def of_heads(self, rng) -> dict[str, np.ndarray]:
+        """Arguments per query head."""
+        keywords = {}
         if "sinks" in self.extras:
             keywords["sinks"] = rng.normal(size=self.heads).astype(np.float32)
-        return self.tables_and_lengths(rng, live, q_lens), keywords
+        if IN_E4M3 in self.extras:
+            shape = (self.heads,) if PER_HEAD in self.extras else ()
+            keywords["q_scale"] = np.asarray(rng.uniform(0.25, 1, shape), np.float32)
+        return keywords
+
+    def _prefixes(self, rng, live) -> dict[str, np.ndarray]:
+        """One prefix of all requests, or up to three, which some requests have."""
+        count, most = min(self.count, 3), self.columns * self.layout.block_size
+        lengths = draw_lengths(rng, count, most, self.layout.block_size)
+        tables = draw_tables(rng, self.layout, self.columns, lengths).astype(np.int32)
+        reveal(live, self.layout, tables, 0, lengths)
+        lengths = past_the_limits(rng, lengths, most).astype(np.int32)
+        if count == 1:
+            return {"prefix_tables": tables[0], "prefix_lens": lengths[0]}
+        of = rng.integers(-1, count + 1, self.requests).astype(np.int32)
+        return {"prefix_tables": tables, "prefix_lens": lengths, "prefix_of": of}
+
+    def expected(self, cache, values, draw, layer):
+        """The same call by `xla`, with the queries to which those in e4m3 are converted, in float32."""
+        if IN_E4M3 not in self.extras:
+            return super().expected(cache, values, draw, layer)
+        count = len(self.layout.entry.sizes) if self.layout.entry.one_head else 1
+        keywords, options = dict(draw.keywords), dict(self.options)
+        stored = [q.astype("float8_e4m3fn") for q in values[:count]]
+        scale = jnp.float32(options["scale"])
+        queries, options["scale"] = in_float(stored, keywords.pop("q_scale"), scale, self.dtype)
+        case = replace(self, options=tuple(options.items()))
+        values = [*(q.astype(jnp.float32) for q in queries), *values[count:]]
+        return case.run(cache, values, draw._replace(keywords=keywords), layer, "xla")
 
 
-IN_E4M3 = "queries in e4m3"
+def _without(name: str, names: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(other for other in names if other != name)
 
 
 class DecodeKV(DecodeMLA):
     """Grouped-query attention."""
 
     @classmethod
-    def optional(cls) -> tuple[str, ...]:
-        """Also queries in e4m3."""
-        return (*super().optional(), IN_E4M3)
-
-    @classmethod
     def sizes(cls, rng, layout, fields):
         """Query heads, a multiple of the cache's heads."""
-        return {**super().sizes(rng, layout, fields), "heads": layout.num_heads * pick(rng, 1, 2, 5, 8, 16)}
+        found = {**super().sizes(rng, layout, fields), "heads": layout.num_heads * pick(rng, 1, 2, 5, 8, 16)}
+        if layout.entry.quantised:
+            # Some kernels support few rows of quantised heads, and attention to a prefix has those of all requests.
+            found["extras"] = _without(SHARED, found["extras"])
+        return found
 
     @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of the queries."""
-        ((shape, dtype), _) = super().value_shapes
-        return [(shape, jnp.dtype("float8_e4m3fn") if IN_E4M3 in self.extras else dtype)]
+        return super().value_shapes[:1]
 
 
 class PrefillMLA(DecodeMLA):
     """Attention to keys and values that are expanded from latents."""
 
+    masked = False
+
     @classmethod
     def optional(cls) -> tuple[str, ...]:
-        """`cu_q_lens` (ragged query tokens)."""
-        return ("cu_q_lens",)
+        """`cu_q_lens` (ragged query tokens) and `sinks`."""
+        return ("cu_q_lens", "sinks")
 
     @classmethod
     def sizes(cls, rng, layout, fields):
         """Few heads, because their keys and values are expanded, and chunks of one token or of many."""
         found = super().sizes(rng, layout, fields)
-        options = {name: found["options"][name] for name in ("scale", "return_lse")}
-        return {**found, "heads": pick(rng, 1, 3, 16), "options": {**options, "expanded_bytes": pick(rng, 1, 2**28)}}
+        options = {**found["options"], "expanded_bytes": pick(rng, 1, 2**28)}
+        return {**found, "heads": pick(rng, 1, 3, 16), "options": options}
 
     @property
     def value_shapes(self) -> Shapes:
@@ -161,17 +234,18 @@ class PrefillMLA(DecodeMLA):
 class PrefillKV(DecodeKV):
     """Attention to gathered keys and values."""
 
+    masked = False
+
     @classmethod
     def optional(cls) -> tuple[str, ...]:
-        """`sinks`."""
-        return ("sinks", PER_HEAD)
+        """`cu_q_lens` (ragged query tokens) and `sinks`."""
+        return ("cu_q_lens", "sinks", *SCALES)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
         """Chunks of one token or of many."""
         found = super().sizes(rng, layout, fields)
-        options = {name: found["options"][name] for name in ("scale", "window", "return_lse")}
-        return {**found, "options": {**options, "gathered_bytes": pick(rng, 1, 2**28)}}
+        return {**found, "options": {**found["options"], "gathered_bytes": pick(rng, 1, 2**28)}}
 
     def expected(self, cache, values, draw, layer):
         """The same call by `xla`, with queries of the same dtype: gathered keys are rounded to it."""
@@ -185,8 +259,8 @@ class Plan(Case):
 
     @classmethod
     def optional(cls):
-        """`batch_invariant`, and what the attention has."""
-        return (INVARIANT, *DecodeMLA.optional())
+        """`batch_invariant`, and what the attention has, but for scales that not all implementations support."""
+        return (INVARIANT, *(name for name in DecodeMLA.optional() if name != PER_TOKEN))
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -211,8 +285,10 @@ class Plan(Case):
 
     def arguments(self, cache, values, draw, layer):
         """The arguments of `plan_decode`."""
-        keywords = {name: dict(self.options)[name] for name in ("window", "causal")}
+        keywords = {name: dict(self.options)[name] for name in ("window", "causal", "mask")}
+        keywords |= {name: array for name, array in draw.keywords.items() if name == TREE}
         keywords |= {"num_heads": self.heads, "dtype": self.dtype, INVARIANT: INVARIANT in self.extras}
+        keywords |= {name: array for name, array in draw.keywords.items() if name in PREFIXES}
         if "cu_q_lens" in self.extras:
             tokens = {"cu_q_lens": draw.keywords["cu_q_lens"], "total": self.attention.total}
         else:
@@ -233,10 +309,12 @@ class Plan(Case):
 class Sparse(DecodeMLA):
     """Attention to selected slots."""
 
+    masked = False
+
     @classmethod
     def optional(cls):
-        """`counts` (how many slots are used), `sinks`, `extra` (slots of another cache), and `batch_invariant`."""
-        return ("counts", "sinks", "extra", INVARIANT)
+        """`counts` (how many slots are used), `extra` (slots of another cache), and other options."""
+        return ("counts", "sinks", "extra", INVARIANT, MAX_LOGITS, IN_E4M3, PER_HEAD)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -247,7 +325,7 @@ class Sparse(DecodeMLA):
             options["extra"] = draw_layout(rng, draw_entry_beside(rng, layout.entry), MOST_EXTRA_BYTES)
             own = str(options["extra"].entry.dtype)
             if own in NUMBERS and own != str(found["dtype"]):
-                found["dtype"] = F32
+                found |= {"dtype": F32, "extras": tuple(name for name in fields["extras"] if name != IN_E4M3)}
         return {**found, "options": options}
 
     @property
@@ -273,9 +351,7 @@ class Sparse(DecodeMLA):
             keywords["extra_live"] = np.where(known, np.arange(known.size), -1).astype(np.int32)
             keywords["extra_layer"] = np.asarray(rng.integers(self._extra.num_layers), np.int32)
             keywords["extra_slots"], keywords["extra_counts"] = self._slots(rng, known, self.count // 2 + 1)
-        if "sinks" in self.extras:
-            keywords["sinks"] = rng.normal(size=self.heads).astype(np.float32)
-        return (slots,), keywords
+        return (slots,), {**keywords, **self.of_heads(rng)}
 
     def _slots(self, rng, live, size: int) -> tuple[np.ndarray, np.ndarray]:
         """`size` slots per query token, and how many of them are used, if the case has counts."""
@@ -302,12 +378,14 @@ class Sparse(DecodeMLA):
             other = jax.eval_shape(fill, *arrays) if abstract else fill(*arrays)
             counts = more["extra_counts"] if "counts" in self.extras else None
             found["extra"] = jaxkv.ExtraCache(other, more["extra_slots"], more["extra_layer"], counts, scale)
-        return args, {**found, INVARIANT: INVARIANT in self.extras}
+        return args, {**found, **{name: name in self.extras for name in (INVARIANT, MAX_LOGITS)}}
 
     def expected(self, cache, values, draw, layer):
         """The same call by `xla`, which is not batch-invariant."""
+        if INVARIANT not in self.extras:
+            return super().expected(cache, values, draw, layer)
         case = replace(self, extras=tuple(name for name in self.extras if name != INVARIANT))
-        return case.run(cache, values, draw, layer, "xla")
+        return case.expected(cache, values, draw, layer)
 
 
 def _filled(kv_c, k_pe, slots, layer, *, layout, scale):
@@ -318,10 +396,18 @@ def _filled(kv_c, k_pe, slots, layer, *, layout, scale):
     return jaxkv.write_mla(cache, kv_c, k_pe, slots, layer=layer, kv_scale=scale, implementation="xla")
 
 
+BY_TOKEN = "lengths per query token"
+
+
 class Logits(Queries):
     """Scores of the indexer."""
 
     result = "logits"
+
+    @classmethod
+    def optional(cls) -> tuple[str, ...]:
+        """Ragged query tokens, or as many of each request with lengths of their own."""
+        return ("cu_q_lens", BY_TOKEN)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -332,8 +418,16 @@ class Logits(Queries):
     @property
     def value_shapes(self) -> Shapes:
         """Shapes and dtypes of the queries and their weights."""
-        queries = self.requests, self.q_len, self.heads
+        queries = *self.token_axes, self.heads
         return [((*queries, self.layout.entry.sizes[0]), self.dtype), (queries, jnp.dtype("float32"))]
+
+    def index(self, rng, live) -> Index:
+        """What `Queries` has, or the lengths of query tokens, some of which see fewer tokens than the request has."""
+        (tables, lengths), keywords = super().index(rng, live)
+        if BY_TOKEN in self.extras and "cu_q_lens" not in self.extras:
+            shape = self.requests, self.q_len
+            lengths = np.where(rng.random(shape) < 0.5, lengths[:, None], lengths[:, None] // rng.integers(1, 9, shape))
+        return (tables, lengths), keywords
 
 
 def _exact_queries(entry: Entry) -> tuple[str, ...]:
@@ -349,6 +443,11 @@ class TopK(Case):
     """Selects the largest logits, many of which are equal."""
 
     @classmethod
+    def optional(cls) -> tuple[str, ...]:
+        """`lengths`: how many logits of each row take part."""
+        return ("lengths",)
+
+    @classmethod
     def sizes(cls, rng, layout, fields):
         """k, the number of positions to select."""
         return {"options": {"k": pick(rng, 1, 7, 64, 512)}}
@@ -357,10 +456,15 @@ class TopK(Case):
         """Logits, and -inf past the end of each row."""
         shape = self.requests, self.q_len, self.columns * self.layout.block_size
         logits = np.round(rng.standard_normal(shape, np.float32), int(rng.integers(1, 7)))
-        return (), {"logits": np.where(np.arange(shape[-1]) < rng.integers(shape[-1] + 1), logits, -np.inf)}
+        logits = np.where(np.arange(shape[-1]) < rng.integers(shape[-1] + 1), logits, -np.inf)
+        if "lengths" not in self.extras:
+            return (), {"logits": logits}
+        lengths = rng.choice([*FAR, *rng.integers(shape[-1] + 2, size=9)], shape[:-1]).astype(np.int32)
+        unread = np.arange(shape[-1]) >= lengths[..., None]
+        return (), {"logits": np.where(unread, np.float32(np.nan), logits), "lengths": lengths}
 
     def arguments(self, cache, values, draw, layer):
-        """Logits and k."""
+        """Logits and k, and lengths."""
         return (), {**dict(self.options), **draw.keywords}
 
 

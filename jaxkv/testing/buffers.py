@@ -26,12 +26,29 @@ def packed_twin(layout: jaxkv.CacheLayout, dtype: Any = None) -> jaxkv.CacheLayo
     )  # fmt: skip
 
 
-def entry_bytes(layout: jaxkv.CacheLayout, buffer: np.ndarray) -> np.ndarray:
-    """The entries of a buffer's bytes as a writable view, uint8 [layers, blocks, heads, tokens, nbytes].
+def entry_bytes(layout: jaxkv.CacheLayout, buffer: np.ndarray) -> tuple[np.ndarray, ...]:
+    """The entries of a buffer's bytes as writable views, uint8 [layers, blocks, heads, tokens, n].
 
-    If keys and values lie apart, the view is [layers, blocks, heads, tokens, 2, nbytes / 2].
+    There is one view of whole entries, or two, of keys and of values, if these lie apart.
     """
-    return _strided(layout, buffer.view(f"V{layout.itemsize}")).view(np.uint8)
+    return tuple(view.view(np.uint8) for view in _strided(layout, buffer.view(f"V{layout.itemsize}")))
+
+
+def get_entries(layout: jaxkv.CacheLayout, buffer: np.ndarray, layer: int) -> np.ndarray:
+    """A copy of the entries of a layer, bytes [blocks, heads, tokens, nbytes], as in a packed cache."""
+    parts = [view[layer] for view in entry_bytes(layout, buffer)]
+    if len(parts) == 1:
+        return parts[0].copy()
+    entries = np.zeros((*parts[0].shape[:-1], layout.entry.nbytes), np.uint8)
+    for part, places in zip(parts, _places(layout), strict=True):
+        entries[..., places] = part
+    return entries
+
+
+def set_entries(layout: jaxkv.CacheLayout, buffer: np.ndarray, layer: int, entries: np.ndarray) -> None:
+    """Stores what `get_entries` returns in a buffer's bytes."""
+    for view, places in zip(entry_bytes(layout, buffer), _places(layout), strict=True):
+        view[layer] = entries[..., places]
 
 
 class AddressMap(NamedTuple):
@@ -51,30 +68,44 @@ class AddressMap(NamedTuple):
 
 def address_map(layout: jaxkv.CacheLayout) -> AddressMap:
     """The address map of a layout."""
-    entries = _elements(layout)
-    blocks = np.sort(entries.swapaxes(0, 1).reshape(layout.num_blocks, -1))
+    elements = _strided(layout, np.arange(layout.size, dtype=np.int32))
+    blocks = [np.sort(part.swapaxes(0, 1).reshape(layout.num_blocks, -1)) for part in elements]
+    blocks = np.concatenate(blocks, axis=1)
     if layout.blocks_are_runs:
         blocks = np.arange(layout.size, dtype=np.int32).reshape(layout.num_blocks, -1)
     layer, place, block, place_in_block = (np.full(layout.size, -1, np.int32) for _ in range(4))
-    layer[entries] = np.arange(layout.num_layers).reshape(-1, 1, 1, 1, 1)
-    place[entries] = _elements(packed_twin(layout, layout.dtype))
+    (twins,) = _strided(twin := packed_twin(layout, layout.dtype), np.arange(twin.size, dtype=np.int32))
+    for part, places in zip(elements, _places(layout, layout.itemsize), strict=True):
+        layer[part] = np.arange(layout.num_layers).reshape(-1, 1, 1, 1, 1)
+        place[part] = twins[..., places]
     block[blocks], place_in_block[blocks] = np.indices(blocks.shape, np.int32)
     return AddressMap(layer, place, block, place_in_block, blocks)
 
 
-def _elements(layout: jaxkv.CacheLayout) -> np.ndarray:
-    """The indices in the buffer of the elements of each entry, [layers, blocks, heads, tokens, width]."""
-    found = _strided(layout, np.arange(layout.size, dtype=np.int32))
-    return found.reshape(*found.shape[:4], layout.width)
+def _places(layout: jaxkv.CacheLayout, itemsize: int = 1) -> list[np.ndarray]:
+    """For each view of `entry_bytes`, which elements of `itemsize` bytes of an entry in a packed cache it has."""
+    entry = layout.entry
+    if layout.value_offset is None:
+        return [np.arange(entry.nbytes // itemsize)]
+    whole = {field.name: field.offset for field in entry.fields()}
+    return [
+        np.concatenate([whole[field.name] + np.arange(field.nbytes) for field in plane])[::itemsize] // itemsize
+        for plane in entry.planes
+    ]
 
 
-def _strided(layout: jaxkv.CacheLayout, elements: np.ndarray) -> np.ndarray:
-    """Elements of a buffer [size] by the entries that they belong to: [layers, blocks, heads, tokens, width].
+def _strided(layout: jaxkv.CacheLayout, elements: np.ndarray) -> list[np.ndarray]:
+    """Elements of a buffer [size] by the runs that they belong to: [layers, blocks, heads, tokens, width] each.
 
-    If keys and values lie apart, the result is [layers, blocks, heads, tokens, 2, width / 2].
+    A run is an entry, or a key, and a value, if these lie apart.
     """
-    strides, shape = layout.strides, (layout.num_layers, layout.num_blocks, layout.num_heads, layout.block_size)
-    steps = strides.layer, strides.block, strides.head, strides.token
-    parts, part_steps = ((2, layout.width // 2), (strides.part, 1)) if strides.part else ((layout.width,), (1,))
-    steps = [elements.itemsize * step for step in (*steps, *part_steps)]
-    return np.lib.stride_tricks.as_strided(elements[layout.offset :], (*shape, *parts), steps)
+    shape, item = (layout.num_layers, layout.num_blocks, layout.num_heads, layout.block_size), layout.itemsize
+    runs = [(layout.strides, layout.offset)]
+    if layout.value_strides is not None and layout.value_offset is not None:
+        runs.append((layout.value_strides, layout.value_offset))
+    found = []
+    for (strides, offset), places in zip(runs, _places(layout), strict=True):
+        steps = [elements.itemsize * step for step in (strides.layer, strides.block, strides.head, strides.token, 1)]
+        width = len(places) // item
+        found.append(np.lib.stride_tricks.as_strided(elements[offset:], (*shape, width), steps))
+    return found

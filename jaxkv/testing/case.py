@@ -11,7 +11,8 @@ import jaxkv
 from jaxkv.ops.operation import Operation
 from jaxkv.testing.layouts import draw_entry, draw_layout, pick
 
-PER_HEAD = "scales per head"
+PER_HEAD, PER_TOKEN = SCALES = "scales per head", "scales per token"
+"""Which scales of entries and queries are passed, if they have any: without these, one for all."""
 
 Shapes = list[tuple[tuple[int, ...], Any]]
 """Shapes and dtypes."""
@@ -62,7 +63,7 @@ class Case:
     options: tuple[tuple[str, Any], ...]
     """Static keyword arguments."""
     extras: tuple[str, ...]
-    """Names of the optional arguments that are passed, and `PER_HEAD` if scales are per head."""
+    """Names of the optional arguments that are passed, and of `SCALES`."""
 
     effect: ClassVar[Literal["reads", "writes", "moves blocks"]] = "reads"
     """What the call does to the cache.  It decides how the result is checked."""
@@ -90,7 +91,7 @@ class Case:
     @classmethod
     def optional(cls) -> tuple[str, ...]:
         """The names that `extras` may contain."""
-        return (PER_HEAD,)
+        return SCALES
 
     @classmethod
     def sizes(cls, rng: np.random.Generator, layout: jaxkv.CacheLayout, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,18 +157,25 @@ class Case:
         if isinstance(self.layout.entry, jaxkv.MLAEntry):
             return {"kv_scale": np.asarray(rng.uniform(0.01, 0.04), np.float32)}
         shape = (self.layout.num_heads,) if PER_HEAD in self.extras else ()
+        if PER_TOKEN in self.extras:
+            shape = self.layout.num_blocks, self.layout.block_size, self.layout.num_heads
         return {name: np.asarray(rng.uniform(0.01, 0.04, shape), np.float32) for name in ("k_scale", "v_scale")}
 
     def __str__(self):
         layout, entry, strides = self.layout, self.layout.entry, self.layout.strides
         options = "".join(
-            f" {name}={value}" for name, value in self.options if name in ("scale", "logit_cap", "window", "causal")
+            f" {name}={value}"
+            for name, value in self.options
+            if name in ("scale", "logit_cap", "window", "causal", "mask")
         )
         options += "".join(f" {name}" for name in self.extras)
+        values = ""
+        if (own := layout.value_strides) is not None:
+            values = f", values {own.layer}/{own.block}/{own.head}/{own.token} +{layout.value_offset}"
         return (
             f"{self.operation} {entry.format} {'+'.join(map(str, entry.sizes))} {self.dtype.name} "
             f"[{self.requests}, {self.q_len}, {self.heads}] x {self.columns} columns, {self.count}{options}; "
             f"L={layout.num_layers} B={layout.num_blocks} N={layout.block_size} H={layout.num_heads} {layout.order} "
-            f"strides {strides.layer}/{strides.block}/{strides.head}/{strides.token}/{strides.part} "
-            f"+{layout.offset} of {layout.size} {layout.dtype}"
+            f"strides {strides.layer}/{strides.block}/{strides.head}/{strides.token} +{layout.offset}{values} "
+            f"of {layout.size} {layout.dtype}"
         )

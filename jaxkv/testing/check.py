@@ -84,7 +84,10 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
                 magnitude=size,
                 floor=size - 1,
             ),
-            excess(found[1], expected[1], roundings=64, dtype="float32", magnitude=scores, floor=scores),
+            *(
+                excess(*pair, roundings=64, dtype="float32", magnitude=scores, floor=scores)
+                for pair in zip(found[1:], expected[1:], strict=True)
+            ),
         ]
 
     def writing(key, draw: Draw, where: AddressMap, layer, twin_layer):

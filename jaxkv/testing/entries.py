@@ -3,7 +3,7 @@
 import numpy as np
 
 import jaxkv
-from jaxkv.testing.case import PER_HEAD, Case, Index, Shapes
+from jaxkv.testing.case import SCALES, Case, Index, Shapes
 from jaxkv.testing.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
 from jaxkv.testing.layouts import pick
 
@@ -35,7 +35,7 @@ class RotatedWrite(Write):
     @classmethod
     def optional(cls):
         """`cos_sin`, by which keys are rotated."""
-        return (ROTATED, PER_HEAD)
+        return (ROTATED, *SCALES)
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -114,7 +114,7 @@ class Gather(Case):
     @classmethod
     def optional(cls):
         """`seq_starts`: the position at which each run starts."""
-        return ("seq_starts", PER_HEAD)
+        return ("seq_starts", *SCALES)
 
     @classmethod
     def sizes(cls, rng, layout, fields):

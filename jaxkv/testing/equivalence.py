@@ -17,10 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv.testing.buffers import address_map, entry_bytes, to_bytes, to_cache
+from jaxkv.testing.buffers import address_map, get_entries, set_entries, to_bytes, to_cache
 
 LENGTHS = (0, 1, 63, 64, 65, 190)
 BLOCKS, BLOCK_SIZE, LAYERS, LAYER = 12, 64, 3, 1
+K_SCALE, V_SCALE = 0.03, 0.02
+"""The scales of formats that have them; latents have the first."""
 
 ENTRIES = (
     *(jaxkv.MLAEntry.typical(name) for name in jaxkv.MLAEntry.formats),
@@ -65,13 +67,14 @@ def verify(entry, implementation: str) -> Iterator[Outcome]:
         )
         for order in jaxkv.ORDERS
     }
-    calls = _calls(entry, heads)
+    # Several query tokens take XLA much longer to compile, and do not change how entries are decoded.
+    calls = calls_of(entry, heads, q_len=1 if entry.quantised else 2)
     expected = {}
     for order, layout in layouts.items():
         noise = np.random.default_rng(0).integers(0, 256, layout.nbytes, np.uint8)
         twin_layout = layouts["LBNHC"]  # whose compiled programs the twin shares
         quiet = np.zeros(twin_layout.nbytes, np.uint8)
-        entry_bytes(twin_layout, quiet)[LAYER] = entry_bytes(layout, noise)[LAYER]
+        set_entries(twin_layout, quiet, LAYER, get_entries(layout, noise, LAYER))
         cache, twin, unwritten = to_cache(layout, noise), to_cache(twin_layout, quiet), None
         for operation, call in calls.items():
             try:
@@ -127,7 +130,7 @@ Run = Callable[[jaxkv.KVCache, str], Any]
 """The call of an operation, given a cache and an implementation."""
 
 
-def _calls(entry, heads: int) -> dict[str, Run]:
+def calls_of(entry, heads: int, *, q_len: int) -> dict[str, Run]:
     """A call of each operation.  The write comes first; the others read what it stored."""
     rng = np.random.default_rng(1)
 
@@ -146,8 +149,6 @@ def _calls(entry, heads: int) -> dict[str, Run]:
         jnp.asarray(x, jnp.int32) for x in (pages, stored, LENGTHS, [0, *np.cumsum(LENGTHS)])
     )
     total, batch = sum(LENGTHS), len(LENGTHS)
-    # Several query tokens take XLA much longer to compile, and do not change how entries are decoded.
-    tokens = 1 if entry.quantised else 2
     single: dict[str, Any] = {"layer": LAYER, "dtype": jnp.float32}
     ragged = {**single, "total": total}
 
@@ -159,9 +160,9 @@ def _calls(entry, heads: int) -> dict[str, Run]:
         return lambda cache, name: operation(*queries, cache, *args, **options, implementation=name)
 
     if isinstance(entry, jaxkv.MLAEntry):
-        scale: dict[str, Any] = {"kv_scale": 0.03} if entry.codec.scaled else {}
+        scale: dict[str, Any] = {"kv_scale": K_SCALE} if entry.codec.scaled else {}
         values = [normal(total, n) for n in entry.sizes]
-        queries, sparse = ([normal(batch, q, 32 // q, n) for n in entry.sizes] for q in (tokens, 2))
+        queries, sparse = ([normal(batch, q, 32 // q, n) for n in entry.sizes] for q in (q_len, 2))
         chosen = rng.integers(-1, BLOCKS * BLOCK_SIZE, (batch, 2, 48), np.int32)
         chosen = jnp.asarray(np.where(np.isin(chosen, stored), chosen, np.int32(-1)))
         return {
@@ -172,9 +173,9 @@ def _calls(entry, heads: int) -> dict[str, Run]:
             "decode_mla_sparse": attend(jaxkv.decode_mla_sparse, sparse, chosen, scale=0.07, **scale),
         }
     if isinstance(entry, jaxkv.KVEntry):
-        scale: dict[str, Any] = {"k_scale": 0.03, "v_scale": 0.02} if entry.codec.scaled else {}
+        scale: dict[str, Any] = {"k_scale": K_SCALE, "v_scale": V_SCALE} if entry.codec.scaled else {}
         values = [normal(total, heads, n) for n in entry.sizes]
-        queries = [normal(batch, tokens, heads * 8 // tokens, entry.head_dim)]
+        queries = [normal(batch, q_len, heads * 8 // q_len, entry.head_dim)]
         return {
             "write_kv": run(jaxkv.write_kv, *values, slots, layer=LAYER, **scale),
             "gather_kv": run(jaxkv.gather_kv, tables, cu_seq_lens, **scale, **ragged),
@@ -211,10 +212,10 @@ def _bleed(noise: np.ndarray, cache: jaxkv.KVCache, twin: jaxkv.KVCache) -> str:
     The layer that was written must hold the twin's entries, and everything else the random bytes `noise` of before.
     """
     after = to_bytes(cache)
-    if not np.array_equal(entry_bytes(cache.layout, after)[LAYER], entry_bytes(twin.layout, to_bytes(twin))[LAYER]):
+    if not np.array_equal(get_entries(cache.layout, after, LAYER), get_entries(twin.layout, to_bytes(twin), LAYER)):
         return "stored different bytes from the twin"
     restored = after.copy()
-    entry_bytes(cache.layout, restored)[LAYER] = entry_bytes(cache.layout, noise)[LAYER]
+    set_entries(cache.layout, restored, LAYER, get_entries(cache.layout, noise, LAYER))
     return "" if np.array_equal(restored, noise) else "changed bytes of other entries"
 
 

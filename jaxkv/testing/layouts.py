@@ -124,22 +124,31 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
 
 
 def _keys_may_lie_apart(entry: Entry) -> bool:
-    """Whether an entry is a key and a value of equal size, and nothing else."""
-    return isinstance(entry, jaxkv.KVEntry) and [part.nbytes for part in entry.fields()] == [entry.nbytes // 2] * 2
+    """Whether the keys and values of an entry may have planes of their own."""
+    try:
+        return len(entry.planes) == 2
+    except ValueError:
+        return False
 
 
 def _planes(rng: np.random.Generator, sizes: Sizes, dtype, itemsize: int) -> jaxkv.CacheLayout:
-    """Keys and values of a layer, or of a block, as an array each: [2, blocks, ...] or [blocks, 2, ...]."""
-    row = sizes["entry"].nbytes // itemsize // 2
+    """Keys and values of a layer, or of a block, as an array each, in either order, each with heads or tokens first."""
     heads, tokens, blocks = (sizes[name] for name in ("num_heads", "block_size", "num_blocks"))
-    page = row * heads * tokens
-    in_block = bool(rng.integers(2))
-    strides = {"token": row * heads, "head": row} if rng.integers(2) else {"token": row, "head": row * tokens}
-    strides |= {"block": 2 * page, "part": page} if in_block else {"block": page, "part": page * blocks}
-    strides["layer"] = 2 * page * blocks
+    planes, pages = [], []
+    for fields in sizes["entry"].planes:
+        row = sum(field.nbytes for field in fields) // itemsize
+        planes.append({"token": row * heads, "head": row} if rng.integers(2) else {"token": row, "head": row * tokens})
+        pages.append(row * heads * tokens)
+    in_block, values_first = rng.integers(2, size=2)
+    steps = 1 if in_block else blocks
+    for plane, page in zip(planes, pages, strict=True):
+        plane["block"] = sum(pages) if in_block else page
+        plane["layer"] = sum(pages) * blocks
+    offset, value_offset = (pages[1] * steps, 0) if values_first else (0, pages[0] * steps)
     return jaxkv.CacheLayout.from_strides(
-        **sizes, strides=strides, offset=0, size=strides["layer"] * sizes["num_layers"], dtype=dtype
-    )
+        **sizes, strides=planes[0], offset=offset, value_strides=planes[1], value_offset=value_offset,
+        size=sum(pages) * blocks * sizes["num_layers"], dtype=dtype,
+    )  # fmt: skip
 
 
 def draw_group(rng: np.random.Generator, sizes: Sizes) -> jaxkv.CacheLayout:

@@ -10,8 +10,10 @@
 - `runs_of`: a whole block, in all layers, as the fewest runs of contiguous memory.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
+from itertools import accumulate
 from math import gcd, isqrt, prod
 from typing import Any
 
@@ -29,9 +31,9 @@ from jaxkv_kernels.formats.format import Field
 class Pages:
     """Counts and strides of a cache, all of them Python ints; strides are in elements of the buffer.
 
-    Entry (layer, block, head, token) consists of `num_parts` runs of `width` elements.  The first one begins at element
-    offset + layer * layer_stride + block * block_stride + head * head_stride + token * token_stride, and the second one
-    (the value of a key, where they lie apart) `part_stride` elements after it.
+    Entry (layer, block, head, token) is a run of `width` elements.  It begins at element
+    offset + layer * layer_stride + block * block_stride + head * head_stride + token * token_stride.  If keys and
+    values lie apart, these are the addresses of the keys, and `values` has those of the values.
     """
 
     num_layers: int
@@ -46,35 +48,33 @@ class Pages:
     width: int
     size: int
     """Elements of the whole buffer."""
-    num_parts: int = 1
-    part_stride: int = 0
+    values: "Pages | None" = None
+    own_array: bool = False
+    """Of values that lie apart: whether they are in an array of their own.  The buffer is then a pair of arrays."""
 
-    def divided(self, num_parts: int) -> "Pages":
-        """The same addresses, with entries of at least `num_parts` parts: adjacent ones, if there was one."""
-        if num_parts <= self.num_parts:
-            return self
-        width = self.width // num_parts
-        return replace(self, width=width, num_parts=num_parts, part_stride=width)
+    @property
+    def parts(self) -> "tuple[Pages, ...]":
+        """The addresses of whole entries, or those of keys and those of values, if these lie apart."""
+        return (self,) if self.values is None else (replace(self, values=None), self.values)
+
+    @property
+    def value_distance(self) -> int | None:
+        """Elements from a key to its value, if these lie apart and have the same strides; None otherwise."""
+        if self.values is None or _axes(self) != _axes(self.values):
+            return None
+        return self.values.offset - self.offset
 
     def resized(self, old: int, new: int) -> "Pages":
         """The same addresses, counted in elements of `new` bytes instead of `old`, which must divide them."""
-        steps = (
-            "layer_stride",
-            "block_stride",
-            "head_stride",
-            "token_stride",
-            "part_stride",
-            "offset",
-            "width",
-            "size",
-        )
-        return replace(self, **{name: getattr(self, name) * old // new for name in steps})
+        steps = ("layer_stride", "block_stride", "head_stride", "token_stride", "offset", "width", "size")
+        values = self.values and self.values.resized(old, new)
+        return replace(self, values=values, **{name: getattr(self, name) * old // new for name in steps})
 
     @property
     def whole_blocks(self) -> "Pages":
         """Whole blocks as single entries; only if `blocks_are_runs`."""
-        one = dict.fromkeys(("num_layers", "num_heads", "block_size", "num_parts"), 1)
-        return replace(self, **one, offset=0, width=self.block_stride)
+        one = dict.fromkeys(("num_layers", "num_heads", "block_size"), 1)
+        return replace(self, **one, offset=0, width=self.block_stride, values=None)
 
     @property
     def num_slots(self) -> int:
@@ -83,14 +83,18 @@ class Pages:
 
     @property
     def inner_axes(self) -> tuple[tuple[str, int, int], ...]:
-        """(axis, count, stride) of the axes within a block, outermost in memory first."""
+        """(axis, count, stride) of the axes within a block, outermost in memory first; those of the keys, if apart."""
         axes = (
             ("layer", self.num_layers, self.layer_stride),
             ("token", self.block_size, self.token_stride),
             ("head", self.num_heads, self.head_stride),
-            *([("part", self.num_parts, self.part_stride)] if self.num_parts > 1 else []),
         )
         return tuple(sorted(axes, key=lambda axis: -axis[2]))
+
+    @property
+    def block_span(self) -> int:
+        """Elements from the first entry of a block to the end of its last one; of the keys, if apart."""
+        return sum((count - 1) * stride for _, count, stride in self.inner_axes) + self.width
 
     @property
     def blocks_are_runs(self) -> bool:
@@ -98,31 +102,40 @@ class Pages:
 
         Padding and the other groups of a packed block are part of the run.
         """
-        end = self.offset + sum((count - 1) * stride for _, count, stride in self.inner_axes) + self.width
-        return end <= self.block_stride and self.block_stride * self.num_blocks == self.size
+        return self.block_stride * self.num_blocks == self.size and all(
+            part.block_stride == self.block_stride
+            and part.offset + part.block_span <= part.block_stride
+            and not part.own_array
+            for part in self.parts
+        )
 
     @property
     def block_elements(self) -> int:
         """Elements of an exported block: its run, or only its entries if blocks are not runs."""
         if self.blocks_are_runs:
             return self.block_stride
-        return self.num_layers * self.num_heads * self.block_size * self.num_parts * self.width
+        return self.num_layers * self.num_heads * self.block_size * sum(part.width for part in self.parts)
 
     @property
-    def row_axes(self) -> tuple[tuple[str, int, int], ...]:
-        """`inner_axes`, but with their strides in an exported block."""
-        if self.blocks_are_runs:
-            return self.inner_axes
-        axes, extent = [], self.width
-        for axis, count, _ in reversed(self.inner_axes):
-            axes.append((axis, count, extent))
-            extent *= count
-        return tuple(reversed(axes))
+    def exported(self) -> "Pages":
+        """Where the entries lie in an exported block, a buffer of one block.
 
-    @property
-    def row_offset(self) -> int:
-        """The element of an exported block at which its first entry begins."""
-        return self.offset if self.blocks_are_runs else 0
+        This is the run, if blocks are runs.  Otherwise the entries follow one another in their order in memory; all
+        keys come before the values, if these lie apart.
+        """
+        found, size, end = [], self.block_elements, 0
+        for part in self.parts:
+            strides, offset = {}, part.offset
+            if not self.blocks_are_runs:
+                offset, extent = end, part.width
+                for axis, count, _ in reversed(part.inner_axes):
+                    strides[f"{axis}_stride"] = extent
+                    extent *= count
+                end += extent
+            whole = {"num_blocks": 1, "block_stride": size, "size": size, "own_array": False}
+            found.append(replace(part, offset=offset, **whole, **strides))
+        first, *rest = found
+        return replace(first, values=rest[0] if rest else None)
 
 
 MAX_SLOTS = 2**31 - 1
@@ -186,7 +199,7 @@ ROW_LIMIT = 2**31
 MOST_COLUMNS, LARGEST_TRIED = 2**30, 2**20
 """For `PieceView`: rows are shorter than MOST_COLUMNS; divisors of the size are searched up to LARGEST_TRIED."""
 
-AXES = ("layer", "block", "head", "token", "part")
+AXES = ("layer", "block", "head", "token")
 
 
 @dataclass(frozen=True)
@@ -195,16 +208,14 @@ class RowView:
 
     shape: tuple[int, ...]
     origin: tuple[int, ...]
-    """The start of entry (0, 0, 0, 0, 0): one index per leading axis, then the column."""
+    """The start of entry (0, 0, 0, 0): one index per leading axis, then the column."""
     steps: dict[str, tuple[int, ...]]
     """What one step along an axis adds to the index."""
     window: int
     """Elements moved at once: one entry."""
 
     def index(self, **indices) -> tuple[Any, ...]:
-        """The start of the entry at `layer`, `block`, `head` and `token` (and of which `part`, where these lie apart).
-
-        The result is one index per leading axis, then the column.
+        """The start of the entry at `layer`, `block`, `head` and `token`: one index per leading axis, then the column.
 
         Indices are int32 integers or arrays.
         """
@@ -217,29 +228,51 @@ class RowView:
 
 
 def row_view(pages: Pages) -> RowView:
-    """The coarsest view whose rows have fewer than 2**31 elements; ValueError if the strides allow none."""
-    axes = _axes(pages)
-    row, column = pages.size, pages.offset
-    shape, origin, split = [], [], []
-    while axes and (not shape or row >= ROW_LIMIT):
-        stride, _, axis = axes[0]
-        inside = column % stride + sum(s * (n - 1) for s, n, _ in axes[1:]) + pages.width
-        if row % stride or inside > stride or row // stride >= ROW_LIMIT:
+    """The coarsest view whose rows have fewer than 2**31 elements; ValueError if the strides allow none.
+
+    Keys and values do not lie apart.
+    """
+    (view,) = row_views(pages)
+    return view
+
+
+def row_views(pages: Pages) -> tuple[RowView, ...]:
+    """The coarsest view of each of `pages.parts`, all of one shape whose rows have fewer than 2**31 elements.
+
+    ValueError if the strides allow none.
+    """
+    parts = pages.parts
+    axes = [_axes(part) for part in parts]
+    row, columns = pages.size, [part.offset for part in parts]
+    shape, split, origins = [], [], [[] for _ in parts]
+    while all(axes) and (not shape or row >= ROW_LIMIT):
+        stride, _, axis = axes[0][0]
+        inside = [
+            column % stride + sum(s * (n - 1) for s, n, _ in inner) + part.width
+            for part, column, (_, *inner) in zip(parts, columns, axes, strict=True)
+        ]
+        same = all(own[0] == axes[0][0] for own in axes)
+        if not same or row % stride or max(inside) > stride or row // stride >= ROW_LIMIT:
             break
-        axes.pop(0)
         shape.append(row // stride)
-        origin.append(column // stride)
         split.append(axis)
-        row, column = stride, column % stride
+        for i, column in enumerate(columns):
+            axes[i].pop(0)
+            origins[i].append(column // stride)
+        row, columns = stride, [column % stride for column in columns]
     if row >= ROW_LIMIT:
-        strides = dict(zip(AXES, _strides(pages), strict=True))
+        strides = [dict(zip(AXES, _strides(part), strict=True)) for part in parts]
         raise ValueError(
-            f"a buffer of {pages.size} elements with strides {strides} and offset {pages.offset} cannot be viewed as "
-            f"rows of fewer than 2**31 elements: outer strides must divide the size"
+            f"a buffer of {pages.size} elements with strides {' and '.join(map(str, strides))} and offset "
+            f"{' and '.join(str(part.offset) for part in parts)} cannot be viewed as rows of fewer than 2**31 "
+            "elements: outer strides must divide the size"
         )
-    steps: dict[str, tuple[int, ...]] = {axis: (0,) * len(shape) + (stride,) for stride, _, axis in axes}
-    steps |= {axis: tuple(int(i == j) for j in range(len(shape) + 1)) for i, axis in enumerate(split)}
-    return RowView((*shape, row), (*origin, column), steps, pages.width)
+    leading = {axis: tuple(int(i == j) for j in range(len(shape) + 1)) for i, axis in enumerate(split)}
+    views = []
+    for part, own, origin, column in zip(parts, axes, origins, columns, strict=True):
+        steps: dict[str, tuple[int, ...]] = {axis: (0,) * len(shape) + (stride,) for stride, _, axis in own}
+        views.append(RowView((*shape, row), (*origin, column), steps | leading, part.width))
+    return tuple(views)
 
 
 @dataclass(frozen=True)
@@ -289,12 +322,12 @@ def entry_view(pages: Pages) -> RowView | PieceView:
 
 def _axes(pages: Pages) -> list[tuple[int, int, str]]:
     """(stride, count, axis) of the axes of more than one step, outermost in memory first."""
-    counts = (pages.num_layers, pages.num_blocks, pages.num_heads, pages.block_size, pages.num_parts)
+    counts = (pages.num_layers, pages.num_blocks, pages.num_heads, pages.block_size)
     return sorted(((s, n, a) for s, n, a in zip(_strides(pages), counts, AXES, strict=True) if n > 1), reverse=True)
 
 
 def _strides(pages: Pages) -> tuple[int, ...]:
-    return pages.layer_stride, pages.block_stride, pages.head_stride, pages.token_stride, pages.part_stride
+    return pages.layer_stride, pages.block_stride, pages.head_stride, pages.token_stride
 
 
 def _row_lengths(size: int) -> list[int]:
@@ -319,7 +352,7 @@ def _row_lengths(size: int) -> list[int]:
 def read_entries(buffer: jax.Array, pages: Pages, *, block, **axes) -> jax.Array:
     """The entries [..., width] at index arrays that all have the same shape [...].  All indices must be in range.
 
-    `axes` are `layer`, `head`, `token` and, if entries have several parts, `part`.
+    `axes` are `layer`, `head` and `token`.
     """
     view = entry_view(pages)
     start = _start(view, block=block, **axes)
@@ -402,25 +435,45 @@ def _start(view, **indices):
 
 
 def load_entries(
-    buffer: jax.Array, pages: Pages, entry: Entry, slots: jax.Array, layer, *, dtype=None
+    buffer: Any, pages: Pages, entry: Entry, slots: jax.Array, layer, *, dtype=None
 ) -> tuple[jax.Array, jax.Array]:
     """Encoded entries [..., H, width] of all heads at `slots` [...], and whether each is in the cache.
 
     Entries are elements of `dtype`, by default the natural one, which `entry.decode` expects.  Those at slots outside
     the cache are 0, and the caller must mask the values that they decode to.
     """
-    found = [read_slots(buffer, run, slots, layer) for run in entry_runs(pages, entry, buffer.dtype.itemsize)]
+    runs = entry_runs(pages, entry, arrays_of(buffer, 1)[0].dtype.itemsize)
+    found = [
+        read_slots(array, run, slots, layer) for array, run in zip(arrays_of(buffer, len(runs)), runs, strict=True)
+    ]
     # Bytes in a buffer of bf16 are joined as bytes: XLA's older emitters quiet signalling NaNs when they join bf16.
-    return jnp.concatenate([view_as(rows, dtype or entry.dtype) for rows, _ in found], axis=-1), found[0][1]
+    return join_runs(pages, entry, [view_as(rows, dtype or entry.dtype) for rows, _ in found]), found[0][1]
 
 
-def store_entries(buffer: jax.Array, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> jax.Array:
+def scale_at(scale: jax.Array | None, slots: jax.Array) -> jax.Array | None:
+    """The scales [..., H] of the entries at `slots` [...], if `scale` has one per token; otherwise `scale` as it is.
+
+    Slots outside the cache have any scale: the caller must mask their values.
+    """
+    if scale is None or scale.ndim < 2:
+        return scale
+    return scale.reshape(-1, scale.shape[-1]).at[slots].get(mode="clip")
+
+
+def store_entries(buffer: Any, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> Any:
     """The buffer with encoded entries [..., H, width] stored at `slots` [...]; slots outside the cache are skipped."""
-    rows, first = view_as(rows, buffer.dtype), 0
-    for run in entry_runs(pages, entry, buffer.dtype.itemsize):
-        buffer = write_slots(buffer, run, rows[..., first : first + run.width], slots, layer)
-        first += run.width
+    dtype = arrays_of(buffer, 1)[0].dtype
+    runs, pieces = entry_runs(pages, entry, dtype.itemsize), split_runs(pages, entry, rows, dtype)
+    if isinstance(buffer, tuple):
+        return tuple(map(partial(write_slots, slots=slots, layer=layer), buffer, runs, pieces))
+    for run, piece in zip(runs, pieces, strict=True):
+        buffer = write_slots(buffer, run, piece, slots, layer)
     return buffer
+
+
+def arrays_of(buffer: Any, count: int) -> tuple[jax.Array, ...]:
+    """The array that holds each of `count` runs of entries: the buffer, or if it is a pair, its two arrays."""
+    return buffer if isinstance(buffer, tuple) else (buffer,) * count
 
 
 def entry_runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:
@@ -430,8 +483,7 @@ def entry_runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:
     `itemsize` is that of the buffer.
     """
     if not entry.split:
-        offsets = [pages.offset + part * pages.part_stride for part in range(pages.num_parts)]
-        return [replace(pages, offset=offset, num_parts=1, part_stride=0) for offset in offsets]
+        return [*pages.parts]
 
     def run(first: Field) -> Pages:
         width = (first.step or 0) // itemsize
@@ -440,16 +492,33 @@ def entry_runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:
     return [run(first) for first, *_ in entry.regions(pages.block_size)]
 
 
+def join_runs(pages: Pages, entry: Entry, runs: Sequence[jax.Array]) -> jax.Array:
+    """Encoded entries [..., width] from the contents [..., n_i] of their `entry_runs`, all of the same dtype."""
+    if pages.values is not None:
+        return entry.from_planes(runs)
+    return jnp.concatenate(runs, axis=-1)
+
+
+def split_runs(pages: Pages, entry: Entry, rows: jax.Array, dtype) -> list[jax.Array]:
+    """The contents [..., n_i] of the `entry_runs` of encoded entries [..., width], as elements of `dtype`."""
+    if pages.values is not None:
+        return [view_as(plane, dtype) for plane in entry.to_planes(rows)]
+    rows = view_as(rows, dtype)
+    widths = [run.width for run in entry_runs(pages, entry, rows.dtype.itemsize)]
+    return [rows[..., end - width : end] for width, end in zip(widths, accumulate(widths), strict=True)]
+
+
 @dataclass(frozen=True)
 class Runs:
-    """The runs of a block, counted in elements.  Concatenated, they are the exported block."""
+    """The runs of a block, counted in elements.  Concatenated, they are the exported block, or a part of it."""
 
     axes: tuple[tuple[str, int, int], ...]
-    """(axis, count, stride) of the axes that enumerate the runs, outermost in memory first."""
+    """(axis, count, stride) of the axes that enumerate the runs, outermost first."""
     length: int
     """Elements per run."""
     offset: int
     """The element of the buffer at which the first run of block 0 begins."""
+    block_stride: int
 
     @property
     def count(self) -> int:
@@ -457,15 +526,25 @@ class Runs:
         return prod(count for _, count, _ in self.axes)
 
 
-def runs_of(pages: Pages) -> Runs:
-    """The runs of a block: one run, with padding and other groups, if blocks are runs; otherwise runs of entries."""
+def runs_of(pages: Pages) -> tuple[Runs, ...]:
+    """The runs of a block: one run, with padding and other groups, if blocks are runs; otherwise runs of entries.
+
+    Keys and values that lie apart have runs of their own.  If these differ only in where they begin, they are returned
+    together, with "part" as the outermost axis.
+    """
     if pages.blocks_are_runs:
-        return Runs((), pages.block_stride, 0)
-    axes: list[tuple[str, int, int]] = []
-    length = pages.width
-    for axis, count, stride in reversed(pages.inner_axes):
-        if not axes and stride == length:
-            length *= count
-        elif count > 1:
-            axes.insert(0, (axis, count, stride))
-    return Runs(tuple(axes), length, pages.offset)
+        return (Runs((), pages.block_stride, 0, pages.block_stride),)
+    found = []
+    for part in pages.parts:
+        axes: list[tuple[str, int, int]] = []
+        length = part.width
+        for axis, count, stride in reversed(part.inner_axes):
+            if not axes and stride == length:
+                length *= count
+            elif count > 1:
+                axes.insert(0, (axis, count, stride))
+        found.append(Runs(tuple(axes), length, part.offset, part.block_stride))
+    keys, distance = found[0], found[-1].offset - found[0].offset
+    if len(found) > 1 and found[-1] == replace(keys, offset=keys.offset + distance):
+        return (replace(keys, axes=(("part", 2, distance), *keys.axes)),)
+    return tuple(found)

@@ -23,6 +23,7 @@ from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.hot_rows import HotMap
+from jaxkv_kernels.masks import Mask, Tree
 from jaxkv_kernels.tile_scaled import TileScaled
 
 STATIC = {"static": True}
@@ -56,7 +57,7 @@ class BlocksCall[Result](Call[Result]):
     """A call on the buffer of a cache.  Its kernel interprets no entries, unless a subclass says which."""
 
     buffer: jax.Array
-    """The whole buffer of the cache."""
+    """The whole buffer of the cache: a pair of arrays if keys and values have one each (`pages.values.own_array`)."""
     pages: Pages = field(metadata=STATIC)
 
 
@@ -109,7 +110,7 @@ class WriteKV(CacheCall[jax.Array, KVEntry]):
     slot_mapping: jax.Array
     """[T]."""
     k_scale: jax.Array | None
-    """float32, a scalar or [H]; None if the format has no scale."""
+    """float32, a scalar, [H] or, by slot, [num_blocks, block_size, H]; None if the format has no scale."""
     v_scale: jax.Array | None
 
     def run_on(self, kernels: "Kernels") -> jax.Array:
@@ -139,6 +140,10 @@ class WriteEntries(CacheCall[jax.Array, Entry]):
     """uint8 [T, nbytes] or [T, H, nbytes]."""
     slot_mapping: jax.Array
     """[T]."""
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return ()
 
     def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.write_entries(self)
@@ -199,6 +204,10 @@ class GatherEntries(GatherCall[jax.Array, Entry]):
     """Reads the bytes of entries, uint8 [total, nbytes] or [total, H, nbytes]."""
 
     operation = "gather_entries"
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        return ()
 
     def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.gather_entries(self)
@@ -296,13 +305,16 @@ class PlanDecode(BlocksCall[Any]):
     """[B, M]."""
     seq_lens: jax.Array
     """[B]."""
+    trailing: jax.Array | None
+    """As in `DecodeCall`, and likewise the other fields that define its mask."""
+    tree: Tree | None
     entry: MLAEntry | KVEntry = field(metadata=STATIC)
     heads: int = field(metadata=STATIC)
     """Query heads."""
     q_len: int = field(metadata=STATIC)
     window: int | None = field(metadata=STATIC)
     ahead: int | None = field(metadata=STATIC)
-    """Both as in `DecodeCall`."""
+    mask: Mask | None = field(metadata=STATIC)
     dtype: jnp.dtype = field(metadata=STATIC)
     """The dtype of the queries."""
     batch_invariant: bool = field(metadata=STATIC)
@@ -319,8 +331,8 @@ class PlanDecode(BlocksCall[Any]):
 class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
     """Attention of Q query tokens of each request to the entries in its blocks; returns out and lse.
 
-    They are the last tokens of the request, but for `trailing` ones.  The query token at position p sees the tokens
-    from p - window + 1 to p + ahead.
+    They are the last tokens of the request, but for `trailing` ones.  The query token at position p sees the tokens of
+    the request from p - window + 1 to p + ahead, of these only those that `tree` and `mask` allow.
 
     A call has the attributes of `PlanDecode`, so that an implementation can make a plan for the call itself.
     """
@@ -336,13 +348,17 @@ class DecodeCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
     plan: Any
     """The schedule that the implementation's `plan_decode` returned for these lengths; None to make one."""
     trailing: jax.Array | None
-    """[B], how many tokens of each request come after its last query token; None for none.  Only calls whose `ahead` is
-    not 0 have it: for the others, tokens after the last query token are left out of `seq_lens`."""
+    """[B], how many tokens of each request come after its last query token; None for none.  It is negative if the last
+    query tokens lie after the end of the request: their results are not used."""
+    tree: Tree | None
+    """Which new tokens a query token sees; None for all of these.  Calls that have it have no causal mask."""
     logit_cap: float | None = field(metadata=STATIC)
     window: int | None = field(metadata=STATIC)
     """How many tokens up to its own, this one included, a query token sees; None for all."""
     ahead: int | None = field(metadata=STATIC)
     """How many tokens after its own a query token sees: 0 under a causal mask, None for all."""
+    mask: Mask | None = field(metadata=STATIC)
+    """Which keys a query token sees, by their positions; None for all of these."""
 
     @property
     def queries(self) -> tuple[jax.Array, ...]:
@@ -415,8 +431,11 @@ class DecodeKV(DecodeCall[KVEntry]):
 
 
 @record
-class DecodeMLASparse(CacheCall[tuple[jax.Array, jax.Array], MLAEntry]):
-    """Absorbed attention to the given slots of a cache, or of two: out [B, Q, Hq, value_dim] and lse [B, Q, Hq]."""
+class DecodeMLASparse(CacheCall[tuple[jax.Array, jax.Array, jax.Array | None], MLAEntry]):
+    """Absorbed attention to the given slots of a cache, or of two.
+
+    Returns out [B, Q, Hq, value_dim], float32 lse [B, Q, Hq], and the largest logits, float32 [B, Q, Hq], or None.
+    """
 
     operation = "decode_mla_sparse"
     q_latent: jax.Array
@@ -436,28 +455,38 @@ class DecodeMLASparse(CacheCall[tuple[jax.Array, jax.Array], MLAEntry]):
     """The slots of a second cache."""
     logit_cap: float | None = field(metadata=STATIC)
     batch_invariant: bool = field(metadata=STATIC)
+    max_logits: bool = field(metadata=STATIC)
+    """Whether the largest logits are returned."""
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         return (self.entry,) if self.extra is None else (self.entry, self.extra.entry)
 
-    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array, jax.Array | None]:
         return kernels.decode_mla_sparse(self)
 
 
 @record
 class PrefillCall[E: Entry](CacheCall[tuple[jax.Array, jax.Array], E]):
-    """Causal attention of many new tokens to keys and values that are gathered first; returns out and lse.
+    """Attention of many query tokens to keys and values that are gathered first; returns out and lse.
 
-    Earlier tokens are gathered in chunks, whose keys and values together have at most `chunk_bytes` bytes.
+    The query tokens are the last tokens of their requests.  The one at position p sees the tokens from p - window + 1
+    to p + ahead.  Earlier tokens are gathered in chunks, whose keys and values together have at most `chunk_bytes`
+    bytes.
     """
 
     block_tables: jax.Array
     """[B, M]."""
     seq_lens: jax.Array
     """[B]."""
+    cu_q_lens: jax.Array | None
+    """[B + 1], the running sum of the query tokens of a ragged batch; None if each request has Q."""
     scale: float = field(metadata=STATIC)
     """The softmax scale."""
+    logit_cap: float | None = field(metadata=STATIC)
+    window: int | None = field(metadata=STATIC)
+    ahead: int | None = field(metadata=STATIC)
+    """Both as in `DecodeCall`."""
     chunk_bytes: int = field(metadata=STATIC)
 
 
@@ -475,8 +504,6 @@ class PrefillMLA(PrefillCall[MLAEntry]):
     w_uv: jax.Array
     """[H, V, R]."""
     kv_scale: jax.Array | None
-    cu_q_lens: jax.Array | None
-    """[B + 1], the running sum of the query tokens of a ragged batch; None if each request has Q."""
 
     def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.prefill_mla(self)
@@ -494,14 +521,13 @@ class PrefillMLA(PrefillCall[MLAEntry]):
 
 @record
 class PrefillKV(PrefillCall[KVEntry]):
-    """Attention to keys and values as they are stored: out [B, Q, Hq, Dv] and float32 lse [B, Q, Hq]."""
+    """Attention to keys and values as they are stored: out [..., Hq, Dv] and float32 lse [..., Hq]."""
 
     operation = "prefill_kv"
     q: jax.Array
-    """[B, Q, Hq, D], the last Q tokens of each request."""
+    """[B, Q, Hq, D], the last Q tokens of each request; with `cu_q_lens`, [T, Hq, D]."""
     k_scale: jax.Array | None
     v_scale: jax.Array | None
-    window: int | None = field(metadata=STATIC)
 
     def run_on(self, kernels: "Kernels") -> tuple[jax.Array, jax.Array]:
         return kernels.prefill_kv(self)
@@ -830,11 +856,18 @@ def _unlisted(entry: Entry, listed: Listed) -> Iterator[str]:
         yield f"entries of format {entry.format!r}: supports {', '.join(formats)}"
 
 
-def later_token_reasons(call: DecodeCall[Any] | PlanDecode) -> Iterator[str]:
-    """A reason against a call whose query tokens see tokens after their own, for kernels with a causal mask."""
-    if call.ahead != 0:
-        seen = "all tokens" if call.ahead is None else f"{call.ahead} token{'s' * (call.ahead != 1)}"
-        yield f"a window in which query tokens see {seen} after their own: supports none, as under a causal mask"
+def max_logits_reasons(call: DecodeMLASparse) -> Iterator[str]:
+    """A reason against a call that returns the largest logits, for kernels that do not store them."""
+    if call.max_logits:
+        yield "`return_max_logits`: returns results and log-sum-exps only"
+
+
+def token_scale_reasons(call: Call[Any]) -> Iterator[str]:
+    """Reasons against scales per token, for kernels that support scales per tensor and per head."""
+    for name in ("k_scale", "v_scale"):
+        scale = getattr(call, name, None)
+        if scale is not None and scale.ndim > 1:
+            yield f"`{name}` per token: supports a scalar, or one scale per head"
 
 
 _SUPPORT = "_support"
@@ -849,6 +882,8 @@ class Kernels:
 
     transformable = False
     """Whether the kernels are plain JAX, which `jax.grad` and `jax.vmap` transform."""
+    two_arrays = False
+    """Whether the kernels support keys and values in an array each."""
 
     @classmethod
     def support(cls, operation: str) -> Support | None:
@@ -860,6 +895,8 @@ class Kernels:
         support = self.support(call.operation)
         if support is None:
             return [f"has no kernel for {call.operation}"]
+        if isinstance(call, BlocksCall) and isinstance(call.buffer, tuple) and not self.two_arrays:
+            return ["keys and values in an array each: supports one buffer"]
         return support.unsupported_reasons(call)
 
     def reasons(self, call: Call[Any]) -> list[str]:
@@ -918,7 +955,7 @@ class Kernels:
     def decode_kv(self, call: DecodeKV) -> tuple[jax.Array, jax.Array]:
         raise NotImplementedError
 
-    def decode_mla_sparse(self, call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
+    def decode_mla_sparse(self, call: DecodeMLASparse) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         raise NotImplementedError
 
     def prefill_mla(self, call: PrefillMLA) -> tuple[jax.Array, jax.Array]:

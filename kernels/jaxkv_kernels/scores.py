@@ -1,4 +1,4 @@
-"""Rules of scores that all implementations share: logit caps (cap * tanh(score / cap)) and attention sinks."""
+"""Rules that all implementations share: logit caps (cap * tanh(score / cap)), attention sinks, merging of results."""
 
 from collections.abc import Iterator
 
@@ -37,3 +37,15 @@ def with_sinks(out, lse, sinks) -> jax.Array:
     sinks = jnp.broadcast_to(sinks, lse.shape)
     share = jax.nn.sigmoid(jnp.where(lse == -jnp.inf, 0, lse) - sinks)  # rows without keys must not compute inf - inf
     return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
+
+
+def merged(result, other) -> tuple[jax.Array, jax.Array]:
+    """Merges two results (out, lse) in float32.  One without keys has out 0 and lse -inf.
+
+    `merge_states` is not used, because it treats a NaN in `lse`, which a NaN in the cache causes, as no keys.
+    """
+    (out, lse), (other_out, other_lse) = result, other
+    empty = (lse == -jnp.inf) & (other_lse == -jnp.inf)
+    top = jnp.logaddexp(*(jnp.where(empty, 0, x) for x in (lse, other_lse)))  # that of -inf and -inf has no gradient
+    weight, other_weight = (jnp.exp(x - top)[..., None] for x in (lse, other_lse))
+    return out * weight + other_out.astype(out.dtype) * other_weight, jnp.where(empty, -jnp.inf, top)

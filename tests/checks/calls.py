@@ -43,11 +43,11 @@ def decode_mla(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, tokens=1, pl
     return jaxkv.decode_mla(*q, cache, ints(tables), ints(lengths), layer=layer, scale=0.3, plan=plan)
 
 
-def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1, causal=True):
+def decode_kv(tables=TABLES, lengths=LENGTHS, layer=0, cache=None, window=None, tokens=1, **masks):
     q = jnp.ones((len(tables), tokens, 2, 8))
     cache = jaxkv.KVCache.zeros(KV) if cache is None else cache
     scales = {"scale": 0.3, "k_scale": 0.1, "v_scale": 0.1}
-    options = {"window": window, "causal": causal, **scales}
+    options = {"window": window, **masks, **scales}
     return jaxkv.decode_kv(q, cache, ints(tables), ints(lengths), layer=layer, **options)
 
 
@@ -74,6 +74,16 @@ def planned_decode_mla():
 def indexer_logits(tables=TABLES, lengths=LENGTHS, layer=0):
     q, weights, cache = jnp.ones((2, 1, 2, 8)), jnp.ones((2, 1, 2)), jaxkv.KVCache.zeros(INDEXER)
     return jaxkv.indexer_logits(q, weights, cache, ints(tables), ints(lengths), layer=layer, max_len=5)
+
+
+def ragged_indexer_logits(tables=TABLES, lengths=LENGTHS, layer=0, cu_q_lens=(0, 1, 3)):
+    q, weights, cache = jnp.ones((3, 2, 8)), jnp.ones((3, 2)), jaxkv.KVCache.zeros(INDEXER)
+    options = {"layer": layer, "max_len": 5, "cu_q_lens": ints(cu_q_lens)}
+    return jaxkv.indexer_logits(q, weights, cache, ints(tables), ints(lengths), **options)
+
+
+def select_topk(lengths=(5, 0)):
+    return jaxkv.select_topk(jnp.ones((2, 5)), 2, lengths=ints(lengths))
 
 
 def gather_mla(tables=TABLES, cu_seq_lens=(0, 7, 10), starts=None, layer=0, total=10):
@@ -155,6 +165,7 @@ OPERATIONS = (
     decode_kv,
     decode_mla_sparse,
     indexer_logits,
+    select_topk,
     gather_mla,
     gather_kv,
     gather_indexer_k,

@@ -31,17 +31,20 @@ from checks.calls import (
     indexer_logits,
     ints,
     planned_decode_mla,
+    ragged_indexer_logits,
     read_blocks,
+    select_topk,
     write_blocks,
     write_indexer_k,
     write_kv,
     write_mla,
 )
+from jaxkv import masks
 from jaxkv.ops import OPERATIONS as DECLARED
 from support.cases import further
 from support.compare import assert_same_bits
 
-WITHOUT_DATA_TO_CHECK = {"select_topk", "merge_states", "select_experts", "scaled_linear"}
+WITHOUT_DATA_TO_CHECK = {"merge_states", "select_experts", "scaled_linear"}
 
 CHECKED_ELSEWHERE = {"plan_decode", "prefill_mla", "prefill_kv"}
 """Plans are checked by the calls that use them; the checks of prefills are in their own tests (`test_checked`)."""
@@ -94,6 +97,23 @@ MISUSE = {
     ),
     "negative length": (decode_kv, dict(lengths=[-1, 3]), "`seq_lens`[0] is -1: the table holds 2 blocks, 8 tokens"),
     "length of the indexer": (indexer_logits, dict(lengths=[8, 2**30]), "`seq_lens`[1] is 1073741824: the table holds"),
+    "length of a token of the indexer": (
+        indexer_logits,
+        dict(lengths=[[8], [9]]),
+        "`seq_lens`[1] is 9: the table holds",
+    ),
+    "length of ragged tokens of the indexer": (
+        ragged_indexer_logits,
+        dict(lengths=[8, 9]),
+        "`seq_lens`[1] is 9: the table holds",
+    ),
+    "more tokens of the indexer than rows": (
+        ragged_indexer_logits,
+        dict(cu_q_lens=[0, 1, 4]),
+        "`cu_q_lens`[2] is 4: expected a running sum that begins at 0, of 3 query tokens",
+    ),
+    "length past the logits": (select_topk, dict(lengths=[5, 6]), "`lengths`[1] is 6: expected 0 to 5"),
+    "negative length of logits": (select_topk, dict(lengths=[-1, 6]), "`lengths`[0] is -1: expected 0 to 5"),
     "run past the table": (
         gather_mla,
         dict(cu_seq_lens=[0, 1, 10]),
@@ -237,6 +257,7 @@ def test_bytes_outside_the_cache_of_a_bad_write_stay_as_they_were():
     [
         *((operation, {}) for operation in OPERATIONS),
         (decode_kv, {"window": 3}),
+        (ragged_indexer_logits, {}),
         (decode_mla_sparse, {"counts": [1, 2]}),
         (gather_mla, {"starts": [0, 0]}),
         (planned_decode_mla, {}),
@@ -302,6 +323,35 @@ class TestPoison:
                 check(cache)
         else:
             check(cache)
+
+    @pytest.mark.parametrize(
+        ("options", "misused"),
+        [
+            ({"mask": masks.Chunked(4)}, True),
+            further({"mask": masks.Prefix(4)}, False),
+            further({"mask": masks.Prefix(4), "tokens": 3}, False),
+            further({"mask": masks.Prefix(4) | masks.Sliding(1, 0), "tokens": 2}, True),
+            further({"tree_mask": [[True, False, False]] * 3, "tokens": 3}, True),
+            ({"tree_mask": [[False, True, True]] * 3, "tokens": 3}, False),
+            further({"tree_mask": [[False]], "tokens": 1}, True),
+        ],
+    )
+    def test_nan_is_misuse_where_a_mask_shows_it(self, options, misused):
+        cache, given = self.cache(KV, (0, 0, 0, 3)), dict(options)  # position 4 of 7
+        if "tree_mask" in given:
+            given["tree_mask"] = jnp.asarray([given["tree_mask"]] * 2)
+        check = jaxkv.checked(lambda cache: decode_kv(layer=1, cache=cache, **given))
+        if misused:
+            with pytest.raises(ValueError, match=re.escape("`cache`[0, 4] is 0: the entry at this slot")):
+                check(cache)
+        else:
+            check(cache)
+
+    def test_blocks_that_a_mask_does_not_show_may_be_gone(self):
+        tables = [[-1, 0], [1, 3]]
+        jaxkv.checked(lambda cache: decode_kv(tables, cache=cache, layer=1, mask=masks.Chunked(4)))(self.cache(KV))
+        with pytest.raises(ValueError, match=re.escape("`block_tables`[0, 0] is -1")):
+            jaxkv.checked(lambda cache: decode_kv(tables, cache=cache, layer=1, mask=masks.Chunked(8)))(self.cache(KV))
 
     def test_blocks_before_the_window_may_be_gone(self):
         tables = [[-1, 0], [1, 3]]

@@ -139,6 +139,16 @@ def decode_kv(a, **changes):
     return call(jaxkv.decode_kv, given, changes)
 
 
+def shared(a, **changes):
+    """`decode_mla` with a prefix of all requests."""
+    return decode_mla(a, **{"prefix_tables": a.tables[0], "prefix_lens": a.lengths[0], **changes})
+
+
+def shared_by_some(a, **changes):
+    """`decode_kv` with several prefixes."""
+    return decode_kv(a, **{"prefix_tables": a.tables, "prefix_lens": a.lengths, "prefix_of": a.ids, **changes})
+
+
 def prefill_mla(a, **changes):
     given = dict(q_nope=ones(2, 5, 3, 6), q_pe=ones(2, 5, 3, 4), w_uk=ones(3, 6, 8), w_uv=ones(3, 7, 8))
     given |= dict(cache=a.mla, block_tables=a.tables, seq_lens=a.lengths)

@@ -21,6 +21,7 @@ from errors.calls import (
     indexer_logits,
     merge_states,
     positions_to_slots,
+    prefill_kv,
     prefill_mla,
     read_blocks,
     read_indexer_k,
@@ -29,6 +30,8 @@ from errors.calls import (
     scaled_linear,
     select_experts,
     select_topk,
+    shared,
+    shared_by_some,
     write_blocks,
     write_entries,
     write_indexer_k,
@@ -190,6 +193,32 @@ SHAPES = [
         lambda a: gather_mla(a, seq_starts=a.cu_seq_lens),
         ["`seq_starts`", "(3,)", "[B] = [2]"],
     ),
+    (
+        "lengths of two tokens per request",
+        lambda a: indexer_logits(a, seq_lens=a.tables[:, :2]),
+        ["`seq_lens`", "(2, 2)", "[B, Q] = [2, 1]"],
+    ),
+    (
+        "q with requests and cu_q_lens",
+        lambda a: indexer_logits(a, cu_q_lens=a.cu_seq_lens),
+        ["`q`", "(2, 1, 7, 16)", "[T, Hi, D]"],
+    ),
+    (
+        "lengths of tokens and cu_q_lens",
+        lambda a: indexer_logits(
+            a, q=a.q_indexer[:, 0], weights=a.weights[:, 0], seq_lens=a.tables[:, :1], cu_q_lens=a.cu_seq_lens
+        ),
+        ["`seq_lens`", "(2, 1)", "[B] = [2]"],
+    ),
+    (
+        "no ragged queries of the indexer",
+        lambda a: indexer_logits(a, q=a.q_indexer[:0, 0], weights=a.weights[:0, 0], cu_q_lens=a.cu_seq_lens),
+        ["`q`", "(0, 7, 16)", "T at least 1"],
+    ),
+    ("lengths of logits", lambda a: select_topk(a, lengths=a.logits), ["`lengths`", "(2, 20)", "[n1] = [2]"]),
+    ("one length", lambda a: select_topk(a, lengths=a.lengths[0]), ["`lengths`", "()", "[n1] = [2]"]),
+    ("float lengths of logits", lambda a: select_topk(a, lengths=a.lengths * 1.0), ["`lengths`", "float32", "int32"]),
+    ("length of an int", lambda a: select_topk(a, lengths=3), ["`lengths` is a int", "[n1]"]),
     ("no logits", lambda a: select_topk(a, logits=a.logits[0, 0]), ["`logits`", "float32[]", "float32 [..., N]"]),
     (
         "positions of rank 2",
@@ -329,6 +358,16 @@ DTYPES = [
         ["`q_latent`", "dtype int32", "bfloat16"],
     ),
     (
+        "q_pe of bf16 beside e4m3",
+        lambda a: decode_mla(a, q_latent=a.q_latent.astype("float8_e4m3fn"), q_pe=a.q_pe.astype("bfloat16")),
+        ["`q_pe`", "dtype bfloat16", "expected float8_e4m3fn"],
+    ),
+    (
+        "e5m2 q_latent",
+        lambda a: decode_mla(a, q_latent=a.q_latent.astype("float8_e5m2")),
+        ["`q_latent`", "dtype float8_e5m2", "float8_e4m3fn"],
+    ),
+    (
         "e5m2 q of attention",
         lambda a: decode_kv(a, q=a.q.astype("float8_e5m2")),
         ["`q`", "dtype float8_e5m2", "float8_e4m3fn"],
@@ -396,6 +435,28 @@ DTYPES = [
         lambda a: decode_mla(a, q_latent=a.q_latent[:0], q_pe=a.q_pe[:0], cu_q_lens=jnp.zeros(3, int)),
         ["`q_latent`", "(0, 3, 8)", "T at least 1"],
     ),
+    (
+        "no ragged queries of a prefill of keys and values",
+        lambda a: prefill_kv(a, q=a.q[:0], cu_q_lens=jnp.zeros(3, int)),
+        ["`q`", "(0, 6, 8)", "T at least 1"],
+    ),
+    (
+        "ragged queries of a prefill with an axis too many",
+        lambda a: prefill_kv(a, cu_q_lens=jnp.zeros(3, int)),
+        ["`q`", "(2, 5, 6, 8)", "[T, Hq, D]"],
+    ),
+    (
+        "running sum of a prefill without 0",
+        lambda a: prefill_kv(a, q=a.q, cu_q_lens=jnp.zeros(2, int)),
+        ["`cu_q_lens`", "(2,)", "[3]"],
+    ),
+    ("sinks of a prefill", lambda a: prefill_mla(a, sinks=jnp.ones(4)), ["`sinks`", "(4,)", "[3]"]),
+    ("prefixes without an owner", lambda a: shared(a, prefix_tables=a.tables), ["`prefix_of` is None", "[B]"]),
+    ("a prefix of two lengths", lambda a: shared(a, prefix_lens=a.lengths), ["`prefix_lens`", "(2,)"]),
+    ("a prefix without blocks", lambda a: shared(a, prefix_tables=a.tables[0, :0]), ["`prefix_tables`", "at least 1"]),
+    ("a prefix of floats", lambda a: shared(a, prefix_tables=a.kv_c[0]), ["`prefix_tables`", "float32", "int32"]),
+    ("prefixes of too few lengths", lambda a: shared_by_some(a, prefix_lens=a.lengths[:1]), ["`prefix_lens`", "[2]"]),
+    ("prefixes of too many requests", lambda a: shared_by_some(a, prefix_of=a.slots), ["`prefix_of`", "(5,)", "[2]"]),
     (
         "no ragged queries of a prefill",
         lambda a: prefill_mla(a, q_nope=jnp.ones((0, 3, 6)), q_pe=jnp.ones((0, 3, 4)), cu_q_lens=jnp.zeros(3, int)),

@@ -2,13 +2,16 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv.dispatch import BACKENDS
+from jaxkv.ops import OPERATIONS
 from jaxkv.support import sample_calls
+from jaxkv.testing import equivalence
 from jaxkv_kernels.calls import Kernels
 from jaxkv_kernels.formats import FORMATS, Format
 from jaxkv_kernels.formats.bits import view_as
@@ -18,9 +21,6 @@ from jaxkv_kernels.formats.states import StateEntry
 from support.compare import assert_same_bits
 
 KINDS = (MLAEntry, KVEntry, IndexerEntry)
-WITHOUT_ENTRIES = {"copy_blocks", "read_blocks", "write_blocks", "select_topk", "merge_states"}
-WITHOUT_ENTRIES |= {"write_entries", "gather_entries", "select_experts", "grouped_swiglu", "scaled_linear"}
-"""Operations that move any bytes, or read no cache."""
 
 
 class Toy(Format):
@@ -60,6 +60,8 @@ class ToyBytes(Toy):
     dtype = "uint8"
 
 
+SCALE = 0.5
+"""Of scaled toys: a power of two changes no digit of a value or of a sum."""
 TOYS = [Toy("toy"), ToyBytes("bytes"), Toy("scaled toy", scaled=True), ToyBytes("scaled bytes", scaled=True)]
 
 
@@ -101,26 +103,25 @@ def test_a_format_that_is_not_listed_is_rejected(candidate, toy):
     for operation, call in calls():
         seen.add(operation)
         reasons = candidate.kernels().unsupported_reasons(call)
-        if operation in WITHOUT_ENTRIES:
+        if not call.entries:  # any bytes are moved, or no cache is read
             assert not any("format" in reason for reason in reasons)
         elif candidate.name == "xla":  # the format itself encodes and decodes
             assert reasons == []
         elif candidate.kernels().support(operation):
             shown = [reason.split(": supports")[0] for reason in reasons]
             assert shown == [f"entries of format {toy.name!r}"], operation
-    unseen = {"fetch_rows", "store_rows"}  # called by `jaxkv.offload`, without samples
-    unseen |= {"write_indexer_k", "gather_indexer_k", "read_indexer_k", "indexer_logits"} if toy.scaled else set()
-    unseen |= {"write_state", "read_state"}
-    assert kernels_of(candidate) - unseen <= seen
+    kinds = {operation.name: {*operation.entries} for operation in OPERATIONS}
+    sampled = {name for name, accepted in kinds.items() if not accepted or accepted & {*toy.kinds}}
+    assert kernels_of(candidate) & sampled <= seen
 
 
 @each_kind
 @each_implementation
 def test_a_kind_of_entry_that_is_not_listed_is_rejected(candidate, kind):
     other, support, rejected = type("Other", (kind,), {}), candidate.kernels().support, set()
-    listed = {name for name in kernels_of(candidate) - WITHOUT_ENTRIES if kind in support(name).entries}
+    listed = {name for name in kernels_of(candidate) if kind in support(name).entries}
     for operation, call in calls():
-        if type(getattr(call, "entry", None)) is kind and operation in kernels_of(candidate) - WITHOUT_ENTRIES:
+        if kind in map(type, call.entries) and support(operation):
             reasons = candidate.kernels().unsupported_reasons(replace(call, entry=other(call.entry.format)))
             shown = [reason.split(": supports")[0] for reason in reasons]
             assert shown == ["entries of kind Other"], operation
@@ -128,64 +129,20 @@ def test_a_kind_of_entry_that_is_not_listed_is_rejected(candidate, kind):
     assert rejected == listed
 
 
-TABLES, LENGTHS, SUMS = [[3, 1], [0, 2]], [13, 16], [0, 13, 29]
-SCALE = 0.5
-"""Of scaled toys: a power of two changes no digit of a value or of a sum."""
+SIZES = {MLAEntry: (32, 16), KVEntry: (32, 16), IndexerEntry: (32,)}
 
 
-def latents(cache, new, q, **scale):
-    """The cache after `write_mla`, and what the operations that read it return."""
-    options = {"layer": 1, "implementation": "xla", **{f"kv_{name}": value for name, value in scale.items()}}
-    tables, lengths = jnp.asarray(TABLES), jnp.asarray(LENGTHS)
-    cache = jaxkv.write_mla(cache, *(part[:, 0] for part in new), jnp.arange(32), **options)
-    sizes = {"num_heads": 4, "q_len": 3, "dtype": q[0].dtype}
-    plan = jaxkv.plan_decode(cache, tables, lengths, **sizes, implementation="xla")
-    slots = jnp.asarray([[[5, -1, 31], [0, 1, 2], [-1, -1, 9]]] * 2)
-    return cache, (
-        *jaxkv.gather_mla(cache, tables, jnp.asarray(SUMS), total=29, dtype=jnp.float16, **options),
-        *jaxkv.read_mla(cache, slots[0, 0], dtype=jnp.float16, **options),
-        jaxkv.decode_mla(*q, cache, tables, lengths, scale=0.1, plan=plan, **options),
-        jaxkv.decode_mla_sparse(*q, cache, slots, scale=0.1, **options),
-    )
-
-
-def pairs(cache, new, q, **scale):
-    """Likewise after `write_kv`."""
-    both = {f"{part}_{name}": value for name, value in scale.items() for part in "kv"}
-    options, tables = {"layer": 1, "implementation": "xla", **both}, jnp.asarray(TABLES)
-    cache = jaxkv.write_kv(cache, *new, jnp.arange(32), **options)
-    return cache, (
-        *jaxkv.gather_kv(cache, tables, jnp.asarray(SUMS), total=29, dtype=jnp.float16, **options),
-        *jaxkv.read_kv(cache, jnp.asarray([5, -1, 31]), dtype=jnp.float16, **options),
-        jaxkv.decode_kv(q[0], cache, tables, jnp.asarray(LENGTHS), scale=0.1, **options),
-    )
-
-
-def keys(cache, new, q):
-    """Likewise after `write_indexer_k`."""
-    options, tables, weights = {"layer": 1, "implementation": "xla"}, jnp.asarray(TABLES), jnp.ones((2, 3, 4))
-    cache = jaxkv.write_indexer_k(cache, new[0][:, 0], jnp.arange(32), **options)
-    return cache, (
-        jaxkv.gather_indexer_k(cache, tables, jnp.asarray(SUMS), total=29, dtype=jnp.float16, **options),
-        jaxkv.read_indexer_k(cache, jnp.asarray([5, -1, 31]), dtype=jnp.float16, **options),
-        jaxkv.indexer_logits(q[0], weights, cache, tables, jnp.asarray(LENGTHS), max_len=16, **options),
-    )
-
-
-STEPS = {MLAEntry: (latents, (32, 16), 1), KVEntry: (pairs, (32, 16), 2), IndexerEntry: (keys, (32,), 1)}
-"""What is done with a kind of entry, its sizes and its heads."""
-
-
-def run(kind, form, **scale):
-    """What operations return; entries as the format encodes them, and as they lie in the buffer."""
-    step, sizes, heads = STEPS[kind]
-    rng, entry = np.random.default_rng(0), kind(form, *sizes)
-    layout = jaxkv.CacheLayout(num_layers=2, num_blocks=4, block_size=8, num_heads=heads, entry=entry)
-    new = [jnp.asarray(rng.standard_normal((32, heads, n)), jnp.float16) for n in sizes]
-    q = [jnp.asarray(rng.standard_normal((2, 3, 4, n)), jnp.float16) for n in sizes]
-    cache, found = step(jaxkv.KVCache.zeros(layout), new, q, **scale)
-    encoded = entry.encode(new, [jnp.float32(value) for value in scale.values()] * 2 or (None, None))
-    return found, encoded, cache.buffer.reshape(4, 2, 8, heads, -1)[:, 1].reshape(encoded.shape)
+def run(kind, form):
+    """What every operation on a cache returns, by name, and what the write has stored: [slots x heads, width]."""
+    entry, heads = kind(form, *SIZES[kind]), 2 if kind is KVEntry else 1
+    layout = jaxkv.CacheLayout(
+        num_layers=equivalence.LAYERS, num_blocks=equivalence.BLOCKS, block_size=equivalence.BLOCK_SIZE,
+        num_heads=heads, entry=entry, order="LBNHC",
+    )  # fmt: skip
+    write, *reads = equivalence.calls_of(entry, heads, q_len=2).items()
+    cache = write[1](jaxkv.KVCache.zeros(layout), "xla")
+    written = cache.buffer.reshape(equivalence.LAYERS, -1, layout.width)[equivalence.LAYER]
+    return {name: read(cache, "xla") for name, read in reads}, written
 
 
 @each([TOYS[0], TOYS[3]])
@@ -194,10 +151,18 @@ def run(kind, form, **scale):
 def test_xla_reads_and_writes_what_the_format_encodes_and_decodes(kind, toy, monkeypatch):
     if toy.scaled and kind is IndexerEntry:
         pytest.skip("indexer keys have no scales")
-    found, encoded, written = run(kind, toy.name, **({"scale": SCALE} if toy.scaled else {}))
-    assert_same_bits(written, encoded)
-    monkeypatch.undo()
-    expected, plain, _ = run(kind, "f16")
-    assert (view_as(encoded, jnp.uint8) != view_as(plain, jnp.uint8)).any()
-    for a, b in zip(found, expected, strict=True):
-        assert_same_bits(a, b)
+    small = {"LENGTHS": (0, 1, 3), "BLOCK_SIZE": 2, "K_SCALE": SCALE, "V_SCALE": SCALE}
+    with pytest.MonkeyPatch.context() as patched:
+        for name, value in small.items():
+            patched.setattr(equivalence, name, value)
+        found, written = run(kind, toy.name)
+        monkeypatch.undo()
+        expected, plain = run(kind, "f16")
+    used = np.asarray(plain).any(axis=-1)
+    values = jnp.split(plain[used], np.cumsum(SIZES[kind])[:-1], axis=-1)
+    scales = [jnp.float32(SCALE)] * len(values) if toy.scaled else (None, None)
+    assert_same_bits(written[used], toy.encode(values, scales))
+    assert (view_as(written, jnp.uint8) != view_as(plain, jnp.uint8)).any()
+    for name in expected:
+        for a, b in zip(*map(jax.tree.leaves, (found[name], expected[name])), strict=True):
+            assert_same_bits(a, b, name)

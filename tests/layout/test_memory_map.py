@@ -15,6 +15,7 @@ from jaxkv.layout.draw import draw, svg
 from jaxkv.layout.layout import AXES, ORDERS, CacheLayout
 from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from support import scenes
 
 COUNTS = {"L": 2, "B": 3, "H": 2, "N": 4}
 BIG = {"num_layers": 61, "num_blocks": 4096, "block_size": 64, "entry": MLAEntry("bf16")}
@@ -23,6 +24,9 @@ PACKED = PackedLayout(
     block_size=64,
     groups={"latent": Group(8, MLAEntry("bf16")), "indexer": Group(8, IndexerEntry())},
 )
+
+
+PLANES = "keys", "values"
 
 
 def described(groups):
@@ -37,7 +41,7 @@ def make(order, entry, counts, padding=0):
 
 def bytes_of(order, entry, counts, padding=0):
     """The owner of every byte as a record of layer, block, head, token; -1 for padding.  Built from inside out."""
-    record = np.dtype([(name, int) for name in ("group", *AXES.values())])
+    record = np.dtype([(name, int) for name in ("group", "part", *AXES.values())])
     memory = np.zeros(entry.nbytes, record)
     for axis in reversed(order[:-1]):
         steps = []
@@ -60,6 +64,8 @@ def check(groups, memory):
         coordinates = {axis: int(i) for axis, i in re.findall(r"(block|layer|head|token) (\d+)", band.title)}
         if band.group is not None:
             coordinates["group"] = names.index(band.group)
+        if shown := re.search("(^| · )(keys|values)( · |$)", band.title):
+            coordinates["part"] = PLANES.index(shown[2])
         low, high = band.pieces[0].start, band.pieces[-1].stop
         assert 0 <= low < high <= len(memory)
         assert all(a.stop == b.start for a, b in itertools.pairwise(band.pieces))
@@ -78,6 +84,8 @@ def check(groups, memory):
             if piece.kind in AXES.values():
                 expected[piece.kind] = piece.index
                 seen.add((piece.group, piece.kind, piece.index))
+            if piece.label in PLANES and isinstance(groups[names[0]].entry, KVEntry):
+                expected["part"] = PLANES.index(piece.label)
             if piece.group or band.row > 0:
                 expected["group"] = names.index(piece.group)
             for name, i in expected.items():
@@ -162,8 +170,43 @@ def test_explicit_strides():
         for steps in itertools.product(*(range(counts[axis]) for axis in "LBHN")):
             owner = dict(zip(AXES.values(), steps, strict=True))
             first = 4 * (offset + sum(strides[axis] * i for axis, i in owner.items()))
-            memory[first : first + 20] = (0, *owner.values())
+            memory[first : first + 20] = (0, 0, *owner.values())
         check({"": layout}, memory)
+
+
+@pytest.mark.parametrize("blocks", [1, 3])
+@pytest.mark.parametrize("name", scenes.APART)
+def test_keys_and_values_that_lie_apart(name, blocks):
+    entry = KVEntry("bf16", head_dim=4, value_dim=2)
+    layout = scenes.apart(entry, name, num_layers=2, num_blocks=blocks, num_heads=2, block_size=3)
+    memory = np.full(layout.nbytes, -1).astype(bytes_of("BLNHC", entry, COUNTS).dtype)
+    planes = (layout.strides, layout.offset, 4), (layout.value_strides, layout.value_offset, 2)
+    for (part, (strides, offset, count)), *steps in itertools.product(
+        enumerate(planes), range(2), range(blocks), range(2), range(3)
+    ):
+        layer, block, head, token = steps
+        element = offset + layer * strides.layer + block * strides.block + head * strides.head + token * strides.token
+        owner = dict(zip(("layer", "block", "head", "token"), steps, strict=True))
+        memory[2 * element : 2 * (element + count)] = (0, part, *(owner[axis] for axis in AXES.values()))
+    seen = check({"": layout}, memory)
+    assert {("", axis, i) for axis, count in (("block", blocks), ("token", 3)) for i in range(count)} <= seen
+    rows = bands(described({"": layout}))
+    assert [piece.label for row in rows for piece in row.pieces if piece.label in PLANES] in (
+        [*PLANES],
+        [*PLANES[::-1]],
+    )
+
+
+def test_keys_and_values_that_interleave_have_a_table_but_no_map():
+    layout = CacheLayout.from_strides(
+        num_layers=1, num_blocks=2, block_size=4, num_heads=2, entry=KVEntry("f32", 2), size=64,
+        strides={"layer": 0, "block": 32, "token": 8, "head": 4},
+        value_strides={"layer": 0, "block": 32, "token": 4, "head": 16}, value_offset=2,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="keys and values interleave in memory"):
+        layout.draw()
+    assert layout._repr_svg_() is None
+    assert "(values of 8 bytes)" in str(layout)
 
 
 def test_one_group_of_a_pack_is_shown_in_whole_blocks():
@@ -219,6 +262,7 @@ PICTURES = {
     "small": {"": make("BHLNC", KVEntry("bf16", head_dim=16), COUNTS, 64)},
     "packed": PACKED,
     "one of a pack": {"": PACKED["indexer"]},
+    "values first": {"": scenes.apart(KVEntry("bf16", 16, 8), "values before keys", num_heads=2)},
 }
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import jaxkv
-from jaxkv.layout.overlap import overlapping_entries
+from jaxkv.layout.overlap import Plane, overlapping_entries, overlapping_planes
 from layout.small import elements
 from support.cases import slow
 
@@ -100,6 +100,57 @@ def assert_collision(message, counts, strides):
     assert begins[0] <= begins[1] < begins[0] + 3
     assert f"begins at element {begins[1]}, and" in message
     assert f"has elements [{begins[0]}, {begins[0] + 3})" in message
+
+
+def random_plane(rng):
+    """A plane of up to four axes whose entries, of 1 to 3 elements, do not overlap."""
+    width, most, axes = int(rng.integers(1, 4)), int(rng.choice([16, 60])), {}
+    for axis in rng.permutation(["layer", "block", "head", "token"])[: rng.integers(1, 5)].tolist():
+        wider = {**axes, axis: (int(rng.integers(2, 5)), int(rng.integers(1, most)))}
+        axes = axes if overlapping_entries(wider, width) else wider
+    return Plane(axes, int(rng.integers(0, 40)), width)
+
+
+def starts_of(plane):
+    """The first element of every entry, by its indices."""
+    counts = {axis: count for axis, (count, _) in plane.axes.items()}
+    return {
+        tuple(zip(counts, index, strict=True)): plane.offset
+        + sum(i * plane.axes[axis][1] for axis, i in zip(counts, index, strict=True))
+        for index in _indices(counts)
+    }
+
+
+@pytest.mark.parametrize("count", [300, slow(3000)])
+def test_keys_and_values_are_taken_exactly_where_none_share_an_element(count):
+    rng, seen = np.random.default_rng(0), {True: 0, False: 0}
+    for _ in range(count):
+        planes = random_plane(rng), random_plane(rng)
+        starts = [starts_of(plane) for plane in planes]
+        keys, values = (np.asarray([*each.values()]) for each in starts)
+        distance = keys[:, None] - values
+        overlap = bool(((distance > -planes[0].width) & (distance < planes[1].width)).any())
+        found = overlapping_planes(*planes)
+        assert (found is not None) == overlap, planes
+        if found:
+            key, value = (each[tuple(at.items())] for each, at in zip(starts, found, strict=True))
+            assert -planes[0].width < key - value < planes[1].width
+        seen[overlap] += 1
+    assert min(seen.values()) > count // 15, seen
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_a_key_and_a_value_among_millions_of_blocks_are_found_or_excluded(more):
+    # Keys of 7 elements, 16 apart.  Between them is room for values of 9 elements, but not of 10.
+    keys = Plane({"token": (64, 16), "block": (2**22, 1024)}, 0, 7)
+    values = Plane({"token": (64, 2**16), "block": (2**12, 16), "head": (2**10, 2**22)}, 7, 9 + more)
+    found = overlapping_planes(keys, values)
+    if not more:
+        assert found is None
+        return
+    key, value = (plane.offset + sum(i * plane.axes[axis][1] for axis, i in at.items())
+                  for plane, at in zip((keys, values), found, strict=True))  # fmt: skip
+    assert -7 < key - value < 10
 
 
 @pytest.mark.parametrize("more", [0, 1])

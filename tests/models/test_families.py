@@ -480,10 +480,8 @@ class TestQwen3:
         """As the model cards recommend it, and as DeepSeek-R1-0528-Qwen3-8B has it, with a key of vLLM."""
         yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
         assert self.read(rope_scaling=yarn).rope.scaling.factor == 4
-        of_vllm = {"attn_factor": 0.8782488562869419, "extrapolation_factor": 1, "apply_yarn_scaling": False}
-        for key, value in of_vllm.items():
-            with pytest.raises(ValueError, match=rf"`rope_scaling\.{key}` is {value}: .* `attention_factor` instead"):
-                self.read("Qwen3", rope_scaling={**yarn, key: value})
+        with pytest.raises(ValueError, match=r"`rope_scaling\.attn_factor` is 0\.87\d*: .* `attention_factor` instead"):
+            self.read("Qwen3", rope_scaling={**yarn, "attn_factor": 0.8782488562869419})
 
     @pytest.mark.parametrize(
         ("family", "values", "words"),

@@ -10,6 +10,8 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.ops import OPERATIONS
+from support.cases import further
 from support.compare import assert_same_bits
 
 LAYERS, BATCH, HEADS = 61, 4, 16
@@ -79,18 +81,6 @@ def write_mla(cache, kv_c, k_pe, slots, layer):
     return jaxkv.write_mla(cache, kv_c, k_pe, slots, layer=layer)
 
 
-def write_kv(cache, k, v, slots, layer):
-    return jaxkv.write_kv(cache, k, v, slots, layer=layer)
-
-
-def write_indexer_k(cache, k, slots, layer):
-    return jaxkv.write_indexer_k(cache, k, slots, layer=layer)
-
-
-def write_state(cache, states, slots, layer):
-    return jaxkv.write_state(cache, states, slots, layer=layer)
-
-
 def all_layers(cache, kv_c, k_pe, q_latent, q_pe, slots, tables, lengths):
     """A model's decode step, but for all that is not attention: one layer body for all layers."""
 
@@ -117,10 +107,6 @@ def all_layers_of_two_groups(cache, kv_c, k_pe, key, q_latent, q_pe, q, weights,
     return jax.lax.scan(body, cache, jnp.arange(LAYERS, dtype=jnp.int32))
 
 
-def rows(layout):
-    return described((BATCH, layout.block_nbytes // layout.itemsize), layout.dtype)
-
-
 def step_of_all_layers(layout):
     return all_layers, [large(layout), *NEW, *QUERIES, SLOTS, TABLES, LENGTHS]
 
@@ -137,29 +123,14 @@ PROGRAMS = {
         f"{name}, {order}": program
         for order in ("BLNHC", "LBNHC")
         for name, program in {
-            "write_mla": lambda o=order: (write_mla, [large(mla(o)), *NEW, SLOTS, LAYER]),
             "write_mla of 656 bytes": lambda o=order: (
                 write_mla,
                 [large(mla(o, jaxkv.MLAEntry("fp8_ds_mla", 896))), described((BATCH, 896)), NEW[1], SLOTS, LAYER],
             ),
-            "write_kv": lambda o=order: (
-                write_kv,
-                [large(kv(o)), described((BATCH, 8, 128)), described((BATCH, 8, 128)), SLOTS, LAYER],
-            ),
-            "write_indexer_k": lambda o=order: (
-                write_indexer_k,
-                [large(indexer(o)), described((BATCH, 128)), SLOTS, LAYER],
-            ),
-            "write_state": lambda o=order: (write_state, [large(states(o)), NEW_STATES, SLOTS, LAYER]),
-            "copy_blocks": lambda o=order: (jaxkv.copy_blocks, [large(mla(o)), IDS, IDS]),
-            "write_blocks": lambda o=order: (jaxkv.write_blocks, [large(mla(o)), IDS, rows(mla(o))]),
             "61 layers": lambda o=order: step_of_all_layers(mla(o)),
         }.items()
     },
-    "write_kv, BHLNC": lambda: (
-        write_kv,
-        [large(kv("BHLNC")), described((BATCH, 8, 128)), described((BATCH, 8, 128)), SLOTS, LAYER],
-    ),
+    "write_kv, BHLNC": lambda: of_sample(OF_CACHES["write_kv"], kv("BHLNC")),
     "61 layers of two packed groups": step_of_two_groups,
 }
 
@@ -197,43 +168,29 @@ def programs_of_fp8(layout):
     }
 
 
-READS = {
-    "decode_mla": lambda o: (
-        lambda cache, *q: jaxkv.decode_mla(*q[:2], cache, *q[2:4], layer=q[4], scale=0.1),
-        [large(mla(o)), *QUERIES, TABLES, LENGTHS, LAYER],
-    ),
-    "decode_kv": lambda o: (
-        lambda cache, *q: jaxkv.decode_kv(q[0], cache, *q[1:3], layer=q[3], scale=0.1),
-        [large(kv(o)), described((BATCH, 32, 128)), TABLES, LENGTHS, LAYER],
-    ),
-    "decode_mla_sparse": lambda o: (
-        lambda cache, *q: jaxkv.decode_mla_sparse(*q[:2], cache, q[2], layer=q[3], scale=0.1),
-        [
-            large(mla(o)),
-            described((BATCH, 1, 16, 512)),
-            described((BATCH, 1, 16, 64)),
-            described((BATCH, 1, 64), "int32"),
-            LAYER,
-        ],
-    ),
-    "indexer_logits": lambda o: (
-        lambda cache, *q: jaxkv.indexer_logits(*q[:2], cache, *q[2:4], layer=q[4], max_len=500),
-        [large(indexer(o)), described((BATCH, 1, 64, 128)), described((BATCH, 1, 64)), TABLES, LENGTHS, LAYER],
-    ),
-    "gather_mla": lambda o: (
-        lambda cache, tables, sums, layer: jaxkv.gather_mla(cache, tables, sums, layer=layer, total=900),
-        [large(mla(o)), TABLES, described((BATCH + 1,), "int32"), LAYER],
-    ),
-    "read_mla": lambda o: (
-        lambda cache, slots, layer: jaxkv.read_mla(cache, slots, layer=layer),
-        [large(mla(o)), SLOTS, LAYER],
-    ),
-    "read_state": lambda o: (
-        lambda cache, slots, layer: jaxkv.read_state(cache, slots, layer=layer),
-        [large(states(o)), SLOTS, LAYER],
-    ),
-    "read_blocks": lambda o: (jaxkv.read_blocks, [large(mla(o)), IDS]),
-}
+LARGE = {jaxkv.MLAEntry: mla, jaxkv.KVEntry: kv, jaxkv.IndexerEntry: indexer, jaxkv.StateEntry: states}
+OF_CACHES = {operation.name: operation for operation in OPERATIONS if operation.entries}
+del OF_CACHES["plan_decode"]  # which reads no entries
+
+
+def of_sample(operation, layout):
+    """(function, arguments) of the sample call of an operation on a large cache, with a traced layer."""
+    cache = large(layout)
+    args, options = operation.sample(cache)
+    options |= {"layer": LAYER} if "layer" in options else {}
+    leaves, tree = jax.tree.flatten((args, options))
+    arrays = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.ShapeDtypeStruct)]
+    (buffer,) = (i for i in arrays if leaves[i] is cache.buffer)
+    arrays.remove(buffer)
+
+    def function(cache, *values):
+        given = leaves.copy()
+        for i, value in zip((buffer, *arrays), (cache.buffer, *values), strict=True):
+            given[i] = value
+        args, options = tree.unflatten(given)
+        return operation.function(*args, **options)
+
+    return function, [cache, *(leaves[i] for i in arrays)]
 
 
 def instructions(text):
@@ -269,10 +226,21 @@ def test_a_donated_cache_is_updated_in_place(program):
     assert_in_place(function, arguments, donate_argnums=0)
 
 
-@pytest.mark.parametrize("order", ["BLNHC", "LBNHC"])
-@pytest.mark.parametrize("program", READS)
-def test_a_cache_is_read_where_it_is(program, order):
-    assert_reads_in_place(*READS[program](order))
+def in_turn(first, second):
+    """Each operation with one order, the operations in turn with the one or the other; the others are `further`."""
+    for i, name in enumerate(OF_CACHES):
+        yield name, (first, second)[i % 2]
+        yield further(name, (second, first)[i % 2])
+
+
+@pytest.mark.parametrize(("name", "order"), [*in_turn("BLNHC", "LBNHC")])
+def test_every_operation_leaves_the_cache_where_it_is(name, order):
+    operation = OF_CACHES[name]
+    function, arguments = of_sample(operation, LARGE[operation.entries[0]](order))
+    if isinstance(jax.eval_shape(function, *arguments), jaxkv.KVCache):
+        assert_in_place(function, arguments, donate_argnums=0)
+    else:
+        assert_reads_in_place(function, arguments)
 
 
 @pytest.mark.parametrize("layout", [fp8, fp8_in_a_foreign_buffer])
@@ -286,13 +254,13 @@ def test_a_cache_of_float8_values_is_neither_copied_nor_widened(program, layout)
 
 
 def test_the_test_finds_copies():
-    function, arguments = PROGRAMS["write_mla, BLNHC"]()
+    function, arguments = of_sample(OF_CACHES["write_mla"], mla("BLNHC"))
     with pytest.raises(AssertionError):
         assert_in_place(function, arguments)
 
     def with_a_copy(cache, *rest):
         doubled = jaxkv.KVCache(jnp.flip(cache.buffer), cache.layout)
-        return write_mla(doubled, *rest)
+        return function(doubled, *rest)
 
     with pytest.raises(AssertionError):
         assert_in_place(with_a_copy, arguments, donate_argnums=0)

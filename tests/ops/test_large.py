@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.testing.buffers import entry_bytes, to_bytes
+from jaxkv.testing.buffers import entry_bytes, get_entries, to_bytes
 from jaxkv_kernels.addressing import Pages, entry_view, piece_view, row_view
 from support.compare import assert_same_bits
 from support.emitters import DEFAULT_EMITTERS
@@ -72,7 +72,7 @@ def check(layout, view, layers):
         ):
             for a, b in zip(found, expected, strict=True):
                 assert_same_bits(a, b)
-        twins.append(entry_bytes(small, to_bytes(twin))[0])
+        twins.append(get_entries(small, to_bytes(twin), 0))
         assert np.count_nonzero(twins[-1]) == total * ENTRY.nbytes
 
     # The last block over the last but one, and from there, as it travels, over block 1.
@@ -83,7 +83,7 @@ def check(layout, view, layers):
 
     # Only now, for a buffer that NumPy looks at cannot be donated.
     everything = to_bytes(cache)
-    entries = entry_bytes(layout, everything)
+    (entries,) = entry_bytes(layout, everything)
     for layer, twin in zip(layers, twins, strict=True):
         assert_same_bits(entries[layer, blocks], twin)
         assert_same_bits(entries[layer, [last - 1, 1]], twin[[-1, -1]])

@@ -178,24 +178,36 @@ def test_temporary_memory_is_bounded():
     assert temporary_bytes(256, 1028, window=512) < many
 
 
-@pytest.mark.parametrize(("window", "implementation", "calls"), [(None, None, 2), (100, None, 1), (None, "xla", 0)])
-def test_lowers_for_cuda(window, implementation, calls, monkeypatch):
-    """With a window, cuDNN computes the attention of the new tokens to themselves."""
+@pytest.mark.parametrize(
+    ("options", "calls"),
+    [
+        ({}, 2),
+        ({"window": 100}, 1),  # with a window, to the new tokens only
+        ({"implementation": "xla"}, 0),
+        further({"causal": False}, 1),
+        further({"causal": False, "window": (100, 3)}, 0),
+        further({"logit_cap": 30.0}, 0),
+    ],
+)
+@pytest.mark.parametrize("ragged", [False, further(True)])
+def test_lowers_for_cuda(options, calls, ragged, monkeypatch):
+    """How often cuDNN attends."""
     assume_available(monkeypatch, "mosaic_gpu")
     monkeypatch.setattr(cudnn, "unavailable_reasons", lambda capabilities: [])
     monkeypatch.setattr(cudnn._library(), "check_cudnn_version", lambda: cudnn.LEAST_VERSION)
     monkeypatch.setattr(cudnn._library(), "check_compute_capability", lambda capability: True)
     entry = jaxkv.KVEntry("bf16", head_dim=128)
     layout = jaxkv.CacheLayout(num_layers=2, num_blocks=8, block_size=64, num_heads=2, entry=entry)
-    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((2, 65, 8, 128), (layout.size,))]
-    given += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,))]
+    rows = (130,) if ragged else (2, 65)
+    given = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in ((*rows, 8, 128), (layout.size,))]
+    given += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,), (3,))]
 
-    def call(q, buffer, *requests):
-        options = dict(layer=1, scale=0.1, window=window, implementation=implementation)
-        return jaxkv.prefill_kv(q, jaxkv.KVCache(buffer, layout), *requests, **options)
+    def call(q, buffer, tables, lengths, sums):
+        more = {**options, "cu_q_lens": sums} if ragged else options
+        return jaxkv.prefill_kv(q, jaxkv.KVCache(buffer, layout), tables, lengths, layer=1, scale=0.1, **more)
 
     text = jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("@__cudnn$fmhaSoftmax(") == calls
+    assert text.count("@__cudnn$fmhaSoftmax(") == (0 if ragged and "window" in options else calls)
 
 
 @pytest.mark.slow  # checks are those of `prefill_mla`, except for windows
@@ -228,8 +240,25 @@ class TestCuDNN:
             for count in (query_heads, heads, heads)
         )
         lens = jnp.asarray([256, 130])
-        options = {"scale": 0.09, "causal": True, "window": window}
+        options = {"scale": 0.09, "ahead": 0, "window": window}
         found, right = (module.attention(q, k, v, lens, lens, **options) for module in (cudnn, expanded))
+        for one, expected, name in zip(found, right, ("out", "lse"), strict=True):
+            assert_close(one, np.asarray(expected, np.float64), dtype="bfloat16", roundings=6, magnitude=4, what=name)
+
+    @pytest.mark.parametrize("ahead", [0, None])
+    @pytest.mark.parametrize(("heads", "query_heads"), [(8, 32), (1, 8), (4, 4)])
+    def test_ragged_grouped_queries(self, heads, query_heads, ahead):
+        rng = np.random.default_rng(0)
+        q, k, v = (
+            jnp.asarray(rng.standard_normal((rows, count, 128)), jnp.bfloat16)
+            for rows, count in ((256, query_heads), (512, heads), (512, heads))
+        )
+        q_starts, q_lens = jnp.asarray([0, 100, 130]), jnp.asarray([100, 29, 126])
+        kv_starts, kv_lens = jnp.asarray([0, 130, 190]), jnp.asarray([130, 60, 300])
+        if ahead == 0:
+            kv_starts, kv_lens = q_starts, q_lens
+        arrays, options = (q, k, v, q_starts, q_lens, kv_starts, kv_lens), {"scale": 0.09, "ahead": ahead}
+        found, right = (module.ragged_attention(*arrays, **options) for module in (cudnn, expanded))
         for one, expected, name in zip(found, right, ("out", "lse"), strict=True):
             assert_close(one, np.asarray(expected, np.float64), dtype="bfloat16", roundings=6, magnitude=4, what=name)
 

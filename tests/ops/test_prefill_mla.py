@@ -253,8 +253,22 @@ class TestCudnn:
         monkeypatch.setattr(cudnn._library(), "check_cudnn_version", lambda: 90900)
         assert [*cudnn.unsupported_reasons(jnp.bfloat16, 192, 128)] == ["cuDNN 90900: expected 91000 or later"]
 
-    @pytest.mark.parametrize(("implementation", "calls"), [(None, 1), ("xla", 0), (("xla",), 0)])
-    def test_lowers_for_cuda(self, implementation, calls, monkeypatch):
+    @pytest.mark.parametrize(
+        ("options", "cudnn_calls", "kernels"),
+        [
+            # The kernels are that of earlier tokens, and those that gather the new ones and the earlier ones.
+            ({}, 1, 3),
+            ({"implementation": "xla"}, 0, 0),
+            ({"implementation": ("xla",)}, 0, 0),
+            further({"window": 100}, 1, 3),
+            further({"logit_cap": 30.0}, 0, 3),
+            # Without a causal mask, there are no new tokens.
+            further({"causal": False}, 0, 2),
+            further({"causal": False, "window": (50, 3), "logit_cap": 30.0}, 0, 2),
+            further({"logit_cap": 65.0}, 0, 2),  # too large for the kernel
+        ],
+    )
+    def test_lowers_for_cuda(self, options, cudnn_calls, kernels, monkeypatch):
         assume_available(monkeypatch, "mosaic_gpu")  # as on a Hopper GPU
         monkeypatch.setattr(mosaic_prefill, "unavailable_reasons", lambda capabilities: [])
         layout = jaxkv.CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("bf16"))
@@ -263,13 +277,12 @@ class TestCudnn:
         given += [jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 4), (2,))]
 
         def call(q_nope, q_pe, w_uk, w_uv, buffer, *requests):
-            options = dict(layer=1, scale=0.1, implementation=implementation)
-            return jaxkv.prefill_mla(q_nope, q_pe, w_uk, w_uv, jaxkv.KVCache(buffer, layout), *requests, **options)
+            cache = jaxkv.KVCache(buffer, layout)
+            return jaxkv.prefill_mla(q_nope, q_pe, w_uk, w_uv, cache, *requests, layer=1, scale=0.1, **options)
 
         text = jax.jit(call).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("@__cudnn$fmhaSoftmax(") == calls
-        # That of earlier tokens, and those that gather the new ones and the earlier ones.
-        assert text.count("custom_call @mosaic_gpu") == 3 * calls
+        assert text.count("@__cudnn$fmhaSoftmax(") == cudnn_calls
+        assert text.count("custom_call @mosaic_gpu") == kernels
 
     def test_results_without_keys_are_replaced(self, monkeypatch):
         def attention(
@@ -282,7 +295,7 @@ class TestCudnn:
             if causal:
                 assert q_seqlen is kv_seqlen is None
                 q_seqlen = kv_seqlen = jnp.full(len(q), q.shape[1], jnp.int32)
-            out, lse = expanded.attention(q, k, v, q_seqlen, kv_seqlen, scale=scale, causal=causal)
+            out, lse = expanded.attention(q, k, v, q_seqlen, kv_seqlen, scale=scale, ahead=0 if causal else None)
             seen = jnp.isfinite(lse)
             return jnp.where(seen[..., None], out, jnp.nan), jnp.swapaxes(jnp.where(seen, lse, jnp.nan), 1, 2)
 
@@ -304,9 +317,10 @@ def test_rotary_keys_in_an_array_of_their_own(monkeypatch):
     """What the kernel for keys whose rotary part is shared is given, and what becomes of its splits."""
     calls = []
 
-    def attend(q, k_nope, k_pe, v, kv_lens, *, scale):
+    def attend(q, k_nope, k_pe, v, kv_lens, *, scale, logit_cap):
         """What `attend_expanded` returns, in two splits."""
         assert k_nope.shape[1] % mosaic_prefill.TILE_ROWS == 0
+        assert logit_cap is None
         calls.append(q.shape)
         k_pe = jnp.broadcast_to(k_pe[:, :, None], (*k_nope.shape[:3], k_pe.shape[-1]))
         k, first = jnp.concatenate([k_nope, k_pe], axis=-1), 72
@@ -314,7 +328,7 @@ def test_rotary_keys_in_an_array_of_their_own(monkeypatch):
         lengths = jnp.minimum(kv_lens, first), jnp.maximum(kv_lens - first, 0)
         halves = zip((slice(first), slice(first, None)), lengths, strict=True)
         parts = [
-            expanded.attention(q, k[:, own], v[:, own], q_lens, length, scale=scale, causal=False)
+            expanded.attention(q, k[:, own], v[:, own], q_lens, length, scale=scale, ahead=None)
             for own, length in halves
         ]
         return tuple(map(jnp.stack, zip(*parts, strict=True)))

@@ -12,6 +12,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import to_bytes
 from jaxkv_kernels.formats.bits import FP8
+from support.cases import further
 from support.compare import assert_close, assert_same_bits
 
 BLOCK, COLUMNS, NEW, LENGTHS, USED = 16, 3, (1, 1, 0, 20, 5), (17, 1, 30, 41, 9), 4
@@ -87,6 +88,37 @@ def test_keys_and_values(causal):
         *q, *new, cache, *paged(tables), sinks, layer=1, sm_scale=0.3, use_causal_mask=causal
     )
     check(out, after, step(jaxkv.write_kv, decode, cache, q, new, tables))
+
+
+@pytest.mark.parametrize("operation", [jaxkv.ragged_paged_attention, further(jaxkv.mla_ragged_paged_attention)])
+def test_layers_that_share_entries_store_none(operation):
+    """Another layer, or this one, has stored the entries of the new tokens."""
+    latents = operation is jaxkv.mla_ragged_paged_attention
+    cache, q, new, tables = arguments(LATENTS) if latents else arguments(HEADS, kv_heads=2)
+    options = {"layer": 1, "sm_scale": 0.3, "sliding_window": (18, -1)}
+    right, stored = operation(*q, *new, cache, *paged(tables), **options)
+    for values in ((None, None), (jnp.full_like(x, jnp.nan) for x in new)):
+        out, after = operation(*q, *values, stored, *paged(tables), **options, update_kv_cache=False)
+        assert_same_bits(out, right)
+        assert_same_bits(to_bytes(after), to_bytes(stored))
+    out, _ = operation(*q, None, None, stored, *paged(tables), **options, update_kv_cache=False, out_dtype="bfloat16")
+    assert_same_bits(out, right.astype(jnp.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"update_kv_cache": 0}, "`update_kv_cache` is 0: expected True or False"),
+        ({"out_dtype": "int8"}, "`out_dtype` is 'int8': expected one of bfloat16"),
+        ({"sliding_window": 18, "use_causal_mask": False}, "`window` is 18: expected None or a tuple"),
+        ({"keys": None}, "`k` is a NoneType: expected an array"),
+    ],
+)
+def test_misuse_is_reported(options, message):
+    cache, q, (keys, values), tables = arguments(HEADS, kv_heads=2)
+    keys, options = options.get("keys", keys), {name: x for name, x in options.items() if name != "keys"}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxkv.ragged_paged_attention(*q, keys, values, cache, *paged(tables), layer=1, **options)
 
 
 INT32 = np.iinfo(np.int32)

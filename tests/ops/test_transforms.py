@@ -139,7 +139,8 @@ def entries(layout, good):
     bad = np.ones((layout.num_blocks, 1, layout.block_size), bool)
     bad[np.asarray(good) // layout.block_size, :, np.asarray(good) % layout.block_size] = False
     poisoned = buffer.copy()
-    entry_bytes(layout, poisoned.view(np.uint8))[0, bad] = 0xFF
+    (view,) = entry_bytes(layout, poisoned.view(np.uint8))
+    view[0, bad] = 0xFF
     return jnp.asarray(buffer), jnp.asarray(poisoned)
 
 
@@ -185,7 +186,8 @@ def test_gradients_of_gathers_know_nothing_of_rows_without_a_token():
     layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=4, entry=entry)
     clean = np.full(layout.size, 0x38, np.uint8)
     poisoned = clean.copy()
-    entry_bytes(layout, poisoned)[0, :1] = 0xFF  # what rows without a token would read
+    (view,) = entry_bytes(layout, poisoned)
+    view[0, :1] = 0xFF  # what rows without a token would read
 
     def gather(buffer, scale):
         return jaxkv.gather_mla(

@@ -43,7 +43,48 @@ class TestKVWindowsOfBothSides(suites.KVWindowsOfBothSides):
     implementation = "xla"
 
 
+class TestMLAMasks(suites.MLAMasks):
+    implementation = "xla"
+
+
+class TestKVMasks(suites.KVMasks):
+    implementation = "xla"
+
+
+class TestMLACombinations(suites.MLACombinations):
+    implementation = "xla"
+
+
+class TestMLATreeMasks(suites.MLATreeMasks):
+    implementation = "xla"
+
+
+class TestKVTreeMasks(suites.KVTreeMasks):
+    implementation = "xla"
+
+
+@pytest.mark.ci  # as for keys and values
+class TestMLASharedPrefixes(suites.MLASharedPrefixes):
+    implementation = "xla"
+
+
+class TestKVSharedPrefixes(suites.KVSharedPrefixes):
+    implementation = "xla"
+
+
+class TestKVCombinations(suites.KVCombinations):
+    implementation = "xla"
+
+
 class TestDecodeMLASparse(suites.DecodeMLASparse):
+    implementation = "xla"
+
+
+class TestMaxLogits(suites.MaxLogits):
+    implementation = "xla"
+
+
+class TestTokenScales(suites.TokenScales):
     implementation = "xla"
 
 
@@ -129,7 +170,7 @@ def test_only_chunks_that_some_query_token_sees_are_loaded(window, ahead, traili
     rng, chunk = np.random.default_rng(0), 8
     for _ in range(20):
         tokens, lengths = int(rng.integers(1, 6)), rng.integers(0, 70, 3)
-        after = rng.integers(0, lengths + 1) if trailing and ahead != 0 else np.zeros(3, int)
+        after = rng.integers(1 - tokens, lengths + 1) if trailing else np.zeros(3, int)
         more = jnp.asarray(after, jnp.int32) if after.any() else None
         begins, ends = query_ranges(jnp.asarray(lengths, jnp.int32), tokens, window, ahead, more)
         positions, key = (lengths - after)[:, None] - tokens + np.arange(tokens), np.arange(70)

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv import parallel
 from jaxkv.parallel import context
-from jaxkv.testing.buffers import entry_bytes, to_bytes
+from jaxkv.testing.buffers import get_entries, set_entries, to_bytes
 from parallel.batches import (
     BLOCK,
     ENTRIES,
@@ -141,14 +141,15 @@ def on_shards(entry, devices, interleave, tokens=1, plans=False, **options):
 def assert_shards_hold_their_tokens_alone(after, whole, devices, interleave):
     """Every shard has its tokens of the cache `whole`, one after the other, and NaN elsewhere."""
     layout, tables = whole.layout, np.asarray(batch(whole.layout.entry).tables)
-    entries = entry_bytes(layout, to_bytes(whole))[LAYER]
+    entries = get_entries(layout, to_bytes(whole), LAYER)
     for shard, found in enumerate(np.asarray(after.buffer).reshape(devices, -1)):
         expected = scenes.garbage(layout, None)
-        mine = entry_bytes(layout, expected)[LAYER]
+        mine = get_entries(layout, expected, LAYER)
         for blocks, length in zip(tables, LENGTHS, strict=True):
             owned = [i for i in range(length) if i // interleave % devices == shard]
             for local, i in enumerate(owned):
                 mine[blocks[local // BLOCK], :, local % BLOCK] = entries[blocks[i // BLOCK], :, i % BLOCK]
+        set_entries(layout, expected, LAYER, mine)
         assert_same_bits(found.view(np.uint8), expected, f"shard {shard}")
 
 
@@ -243,6 +244,23 @@ def test_sinks_count_once(name):
     keys = np.exp(np.asarray(lse, np.float64))
     share = keys / (keys + np.exp(np.asarray(sinks, np.float64)))
     assert_equal_within_roundings(found, (jnp.asarray(np.asarray(out, np.float64) * share[..., None], out.dtype), lse))
+
+
+@pytest.mark.ci
+def test_queries_in_e4m3_have_a_scale():
+    entry, mesh = ENTRIES["f32"], mesh_of(2)
+    q, tables = [x.astype("float8_e4m3fn") for x in batch(entry).q], batch(entry).tables[:, :2]
+    lengths, layout = jnp.arange(len(LENGTHS), dtype=jnp.int32) * 4, divided(entry, 2, 5)
+    random = jnp.asarray(np.random.default_rng(0).standard_normal(2 * layout.size), entry.dtype)
+    cache = jaxkv.KVCache(jax.device_put(random, poisoned(layout, mesh).buffer.sharding), layout)
+
+    def step(q_scale, cache, q, tables, lengths):
+        return decode(q, cache, tables, lengths, package=context, axis="x", q_scale=q_scale)
+
+    specs = P("x"), P(), P(), P()
+    found = run(partial(step, 0.5), mesh, specs, P(), cache, q, tables, lengths)
+    right = run(partial(step, None), mesh, specs, P(), cache, [x.astype("float32") / 2 for x in q], tables, lengths)
+    assert_equal_within_roundings(found, right)
 
 
 def test_checked_lengths_are_those_of_all_devices():

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv import masks
 
 LENGTHS = {"B": 2, "M": 2, "Q": 2, "T": 3, "H": 4, "K": 3, "N": 7, "n": 2, "E": 4, "D": 8, "I": 6, "S": 2}
 """The length of each axis, by the letter that documentation uses; "S" are parts of a merge."""
@@ -138,11 +139,29 @@ def _decode_kv(n, d):
 
 def _decode_kv_ragged(n, d):
     options = dict(layer=d.layer(), scale=0.3, cu_q_lens=d.running_sum(n.B, n.T), return_lse=True, causal=False)
+    options["q_scale"] = 0.5 + abs(d.floats(n.H))
     return dict(q=d.floats(n.T, n.H, 8).astype(jnp.float8_e4m3fn), cache=d.cache(KV), **d.tables(n), **options)
 
 
 def _decode_kv_windowed(n, d):
     return {**_decode_kv_ragged(n, d), "window": (2, 1)}
+
+
+def _decode_kv_of_prefixes(n, d):
+    """Every request has one of several prefixes, or none."""
+    prefixes = {"prefix_tables": d.distinct(6, n.S, n.M), "prefix_lens": d.ints(1, 9, n.S)}
+    options = dict(prefix_of=d.ints(-1, 2, n.B), layer=d.layer(), scale=0.3, return_lse=True)
+    return dict(q=d.floats(n.B, n.Q, n.H, 8), cache=d.cache(KV), **d.tables(n), **prefixes, **options)
+
+
+def _decode_mla_of_a_prefix(n, d):
+    prefix = {"prefix_tables": d.distinct(6, n.M), "prefix_lens": d.ints(1, 9)}
+    return {**_decode_mla(n, d), **prefix}
+
+
+def _decode_kv_masked(n, d):
+    mask = masks.Prefix(1) | masks.Sliding(3, 1)
+    return {**_decode_kv(n, d), "tree_mask": d.ints(0, 2, n.B, n.Q, n.Q) > 0, "mask": mask}
 
 
 def _plan_decode(n, d):
@@ -156,7 +175,7 @@ def _plan_decode_ragged(n, d):
 
 def _decode_mla_sparse(n, d):
     chosen = {"slots": d.ints(-1, 24, n.B, n.Q, n.K), "counts": d.ints(1, 4, n.B, n.Q)}
-    options = dict(layer=d.layer(), scale=d.floats(), sinks=d.floats(n.H), return_lse=True)
+    options = dict(layer=d.layer(), scale=d.floats(), sinks=d.floats(n.H), return_lse=True, return_max_logits=True)
     return dict(**_mla_queries(n, d, n.B, n.Q), cache=d.cache(MLA), **chosen, **options)
 
 
@@ -168,6 +187,11 @@ def _decode_mla_sparse_of_two(n, d):
 def _indexer(n, d):
     queries = {"q": d.floats(n.B, n.Q, n.H, 8), "weights": d.floats(n.B, n.Q, n.H)}
     return dict(**queries, cache=d.cache(INDEXER), **d.tables(n), layer=d.layer(), max_len=7)
+
+
+def _indexer_ragged(n, d):
+    queries = {"cu_q_lens": d.running_sum(n.B, n.T), "q": d.floats(n.T, n.H, 8), "weights": d.floats(n.T, n.H)}
+    return dict(**queries, **d.tables(n), cache=d.cache(INDEXER), layer=d.layer(), max_len=7)
 
 
 def _merge_states(n, d):
@@ -237,6 +261,11 @@ def _prefill_kv(n, d):
     return dict(q=d.floats(n.B, n.Q, n.H, 8), cache=d.cache(KV), **d.tables(n), **options)
 
 
+def _prefill_kv_ragged(n, d):
+    options = dict(layer=d.layer(), scale=0.3, gathered_bytes=1, cu_q_lens=d.running_sum(n.B, n.T))
+    return dict(q=d.floats(n.T, n.H, 8), cache=d.cache(KV), **d.tables(n), **options, logit_cap=5.0)
+
+
 def _ragged(n, d):
     """The last arguments of tpu-inference's kernels."""
     paged = {"kv_lens": d.ints(3, 9, n.B), "page_indices": d.distinct(6, n.B * n.M)}
@@ -298,10 +327,14 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "decode_kv": _decode_kv,
     "decode_kv, ragged": _decode_kv_ragged,
     "decode_kv, ragged with a window": _decode_kv_windowed,
+    "decode_mla, with a prefix": _decode_mla_of_a_prefix,
+    "decode_kv, with prefixes": _decode_kv_of_prefixes,
+    "decode_kv, with masks": _decode_kv_masked,
     "decode_mla_sparse": _decode_mla_sparse,
     "decode_mla_sparse, of two caches": _decode_mla_sparse_of_two,
     "indexer_logits": _indexer,
-    "select_topk": lambda n, d: dict(logits=d.floats(n.B, n.N), k=3),
+    "indexer_logits, ragged": _indexer_ragged,
+    "select_topk": lambda n, d: dict(logits=d.floats(n.B, n.N), k=3, lengths=d.ints(0, 9, n.B)),
     "positions_to_slots": lambda n, d: dict(
         positions=d.ints(-1, 9, n.B, n.Q, n.K), block_tables=d.distinct(6, n.B, n.M), block_size=4
     ),
@@ -330,6 +363,9 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "prefill_mla, ragged": _prefill_mla_ragged,
     "prefill_kv": _prefill_kv,
     "prefill_kv, with a window": lambda n, d: {**_prefill_kv(n, d), "window": 3},
+    "prefill_kv, ragged": _prefill_kv_ragged,
+    "prefill_kv, ragged with a window": lambda n, d: {**_prefill_kv_ragged(n, d), "window": (2, 1), "causal": False},
+    "prefill_mla, with a window": lambda n, d: {**_prefill_mla(n, d), "window": (2, 1), "causal": False},
     "mla_ragged_paged_attention": _mla_ragged,
     "ragged_paged_attention": _kv_ragged,
 }

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+import jaxkv
 from support import scenes
 
 NUMBERS, BYTES = "bf16", ("fp8", "indexer_fp8")
@@ -56,6 +57,32 @@ def on_layouts(entries, *, few=False):
     return pytest.mark.parametrize(("entry", "name"), cases)
 
 
+def _apart():
+    """Entries in layouts of `scenes.APART`: each layout with numbers, and formats of bytes in planes of their own."""
+    bf16, uneven, fp8 = jaxkv.KVEntry("bf16", 16), jaxkv.KVEntry("bf16", 16, 8), jaxkv.KVEntry("fp8", 16)
+    int8, nvfp4 = jaxkv.KVEntry("int8", 16, 8), jaxkv.KVEntry("nvfp4", 32, 16)
+    chosen = dict(zip(scenes.APART, (bf16, fp8, uneven, int8), strict=True))
+    others = [(entry, name) for name in scenes.APART for entry in (bf16, uneven, fp8, int8, nvfp4)]
+    cases = [(entry, name, ()) for name, entry in chosen.items()]
+    cases += [
+        (entry, name, pytest.mark.ci if name == "values with strides of their own" else pytest.mark.slow)
+        for entry, name in others
+        if chosen[name] != entry
+    ]
+    return [
+        pytest.param(entry, name, id=f"{entry.format} {'+'.join(map(str, entry.sizes))}, {name}", marks=marks)
+        for entry, name, marks in cases
+    ]
+
+
+apart = pytest.mark.parametrize(("entry", "name"), _apart())
+"""Parametrises `entry` and `name` of layouts whose keys and values lie apart.
+
+Each layout runs by default, with numbers or bytes, with planes of equal or unequal width; with strides of their own
+for values, all of these are `further`, and the others `slow`.
+"""
+
+
 def slow(*values):
     """A case that does not run by default."""
     return pytest.param(*values, marks=pytest.mark.slow)
@@ -72,8 +99,13 @@ def each_format(given):
     return [further(each) if name in LIKE_OTHERS else each for each, name in zip(given, names, strict=True)]
 
 
-def each_value(names, *axes, default=None):
-    """Parametrises `names` with the product of the axes: cases that have every value of every axis, the others slow.
+def each_value(names, *axes, default=None, valid=lambda *values: True):
+    """Parametrises `names` with `combinations`."""
+    return pytest.mark.parametrize(names, combinations(*axes, default=default, valid=valid))
+
+
+def combinations(*axes, default=None, valid=lambda *values: True):
+    """The product of the axes, as far as it is `valid`: cases that have every value of every axis, the others `slow`.
 
     With `default`, so many of these run by default, and the others are `further`.
     """
@@ -82,6 +114,7 @@ def each_value(names, *axes, default=None):
     cases = []
     for places in itertools.product(*(range(len(axis)) for axis in axes)):
         values = [axis[i] for axis, i in zip(axes, places, strict=True)]
-        case = pytest.param if places in chosen[:default] else further if places in chosen else slow
-        cases.append(case(*values))
-    return pytest.mark.parametrize(names, cases)
+        if valid(*values):
+            case = pytest.param if places in chosen[:default] else further if places in chosen else slow
+            cases.append(case(*values))
+    return cases

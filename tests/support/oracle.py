@@ -43,6 +43,8 @@ class Truth:
     """(field, sizes, scales) to float64 values; field(first, count, dtype) are `count` numbers at byte `first`."""
     page_parts: Callable[[Any], tuple[int, ...]] | None = None
     """Of a format whose pages are split, the bytes of an entry in each region of a page; one region if they are not."""
+    planes: tuple[tuple[int, ...], ...] = ((0,), (1,))
+    """Where keys and values lie apart: which of the arrays that `encode` returns belong to each."""
 
 
 def encode(entry, parts, scales=(1.0, 1.0)):
@@ -59,6 +61,15 @@ def decode(entry, rows, scales=(1.0, 1.0)):
         return np.ascontiguousarray(rows[..., first:last]).view(dtype).astype(np.float64)
 
     return tuple(FORMATS[entry.format].decode(field, entry.sizes, scales))
+
+
+def planes(entry):
+    """Where keys and values lie apart: the bytes of an entry that each stores, in order."""
+    truth = FORMATS[entry.format]
+    pieces = truth.encode([np.zeros((1, size), np.float32) for size in entry.sizes], (1.0, 1.0))
+    ends = np.cumsum([as_bytes(piece).shape[-1] for piece in pieces])
+    found = np.split(np.arange(ends[-1]), ends[:-1])
+    return [np.concatenate([found[i] for i in plane]) for plane in truth.planes]
 
 
 def encode_state(states):
@@ -367,8 +378,8 @@ FORMATS = {
     "fp4_v41_split": Truth(
         _encode_fp4_v41, _decode_fp4_v41, lambda entry: (sum(entry.sizes) // 2, sum(entry.sizes) // 16)
     ),
-    "int8": Truth(_encode_int8, _decode_int8),
-    "nvfp4": Truth(_encode_nvfp4, _decode_nvfp4),
+    "int8": Truth(_encode_int8, _decode_int8, planes=((0, 2), (1, 3))),
+    "nvfp4": Truth(_encode_nvfp4, _decode_nvfp4, planes=((0, 2), (1, 3))),
     "indexer_mxfp4": Truth(
         _encode_indexer_mxfp4, _decode_indexer_mxfp4, lambda entry: (entry.head_dim // 2, entry.head_dim // 32)
     ),
@@ -378,6 +389,17 @@ FORMATS = {
         _encode_indexer_mxfp8, _decode_indexer_mxfp8, lambda entry: (entry.head_dim, entry.head_dim // 32)
     ),
 }
+
+
+def without_scale(q, q_scale, dtype):
+    """Queries of e4m3 [..., H, D] in float64, as an operation multiplies them that converts queries to `dtype`.
+
+    Those of a head are rounded once, after a product with the quotient of its scale and the largest one.
+    """
+    scale = np.asarray(q_scale, np.float32)
+    share = np.broadcast_to(scale / scale.max(), q.shape[-2:-1])
+    rounded = (np.asarray(q).astype(np.float32) * share[:, None]).astype(dtype)
+    return rounded.astype(np.float64) * np.float64(scale.max())
 
 
 ROPE_IN_VALUES = ("fp8_v4", "fp8_v41", "fp8_v41_split", "fp4_v41", "fp4_v41_split")
@@ -406,10 +428,23 @@ def seen(position, length, window=None, *, causal=True):
     return found
 
 
-def seen_by_last(length, count, window=None, *, causal=True):
-    """Which of a request's tokens its last `count` tokens see, bool [count, length]; see `seen`."""
-    rows = [seen(length - count + t, length, window, causal=causal) for t in range(count)]
-    return np.reshape(rows, (count, length)).astype(bool)
+def seen_by_last(length, count, window=None, *, causal=True, mask=None, tree=None):
+    """Which of a request's tokens its last `count` tokens see, bool [count, length]; see `seen`.
+
+    `mask` is that of `decode_mla`.  `tree` [count, J] replaces the causal mask: whether each sees new token j, of those
+    after the first `length` - `count` tokens.
+    """
+    first, key = length - count, np.arange(length)
+    rows = [seen(first + t, length, window, causal=causal and tree is None) for t in range(count)]
+    found = np.reshape(rows, (count, length)).astype(bool)
+    if tree is not None:
+        some = np.zeros((count, max(first, 0) + max(count, tree.shape[1])), bool)
+        some[:, : max(first, 0)] = True
+        some[:, max(first, 0) : max(first + tree.shape[1], 0)] = tree[:, max(-first, 0) :]
+        found &= some[:, :length]
+    if mask is not None:
+        found &= np.asarray(mask(first + np.arange(count)[:, None], key[None]))
+    return found
 
 
 def attention(q, k, v, scale, *, seen=None, logit_cap=None, sinks=None):

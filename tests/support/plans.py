@@ -39,11 +39,13 @@ def _lay_out(sizes, partitions: int, costs: SplitCosts):
 
 @partial(
     jax.jit,
-    static_argnames=("partitions", "tokens", "block_size", "num_blocks", "window", "batch_invariant", "step", "costs"),
+    static_argnames=(
+        *("partitions", "tokens", "block_size", "num_blocks", "window", "ahead", "batch_invariant", "step", "costs"),
+    ),
 )
 def make_plan(
-    seq_lens, block_tables, *, partitions: int, tokens: int, block_size: int, num_blocks: int, step: int,
-    costs: SplitCosts, window: int | None = None, batch_invariant: bool = False,
+    seq_lens, block_tables, trailing=None, *, partitions: int, tokens: int, block_size: int, num_blocks: int, step: int,
+    costs: SplitCosts, window: int | None = None, ahead: int | None = 0, batch_invariant: bool = False,
 ) -> Plan:  # fmt: skip
     """The schedule of `partitions` for requests of `seq_lens` [B] with `tokens` query tokens each.
 
@@ -52,9 +54,14 @@ def make_plan(
     """
     batch = seq_lens.size
     lengths = lengths_in_table(seq_lens, block_tables, block_size)
+    after_queries = lengths if trailing is None else lengths - trailing
+    after_first = after_queries - tokens + 1
+    first_end = lengths  # of what the first query token sees
+    if ahead is not None:
+        first_end, lengths = jnp.minimum(after_first + ahead, lengths), jnp.clip(after_queries + ahead, 0, lengths)
     origin = jnp.zeros_like(lengths)
     if window is not None:
-        origin = jnp.maximum(lengths - tokens + 1 - window, 0) // TILE * TILE
+        origin = jnp.maximum(after_first - window, 0) // TILE * TILE
     keys = lengths - origin
     sizes = jnp.maximum(-(-keys // step), 1)
     if batch_invariant:
@@ -91,10 +98,11 @@ def make_plan(
     columns = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * block_size
     seen = (columns + block_size > origin[:, None]) & (columns < lengths[:, None])
     unknown = ((block_tables < 0) | (block_tables >= num_blocks)) & seen
-    unmasked_end = jnp.where(unknown.any(axis=1), 0, jnp.maximum(keys - tokens + 1, 0) // step)
+    unmasked_end = jnp.where(unknown.any(axis=1), 0, jnp.maximum(first_end - origin, 0) // step)
     split = jnp.where(is_split[request], first_split[request] + nth, -1)
+    beyond = [] if trailing is None else [(lengths - after_queries)[request]]
     work_tiles = jnp.stack(
-        [request, begin, end, keys[request], unmasked_end[request], split, origin[request]], axis=1
+        [request, begin, end, keys[request], unmasked_end[request], split, origin[request], *beyond], axis=1
     )  # the order of WorkTile
 
     if batch <= partitions or batch_invariant:

@@ -26,8 +26,6 @@ def entry_of(kind, name, *sizes):
 
 MLA_ENTRIES = [entry_of(jaxkv.MLAEntry, name, 128, 16) for name in jaxkv.MLAEntry.formats]
 KV_ENTRIES = [entry_of(jaxkv.KVEntry, name, 16, 8) for name in jaxkv.KVEntry.formats]
-APART_ENTRIES = [jaxkv.KVEntry("bf16", 16), jaxkv.KVEntry("fp8", 16)]
-"""Whose keys and values may lie apart, in the layouts `APART`."""
 INDEXER_ENTRY = jaxkv.IndexerEntry()
 INDEXER_ENTRIES = [jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.formats]
 
@@ -70,21 +68,42 @@ def layouts(entry, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=6
     return found
 
 
-APART = {"keys and values in planes": "L2BNHC", "keys and values in halves of blocks": "BL2HNC"}
-"""The axes of layouts whose keys and values lie apart, outermost first, by name."""
+APART = {
+    "keys and values in planes": ("L", "BNH", "BNH"),
+    "keys and values in halves of blocks": ("BL", "HN", "HN"),
+    "values before keys": ("", "LBNH", "LBNH"),
+    "values with strides of their own": ("B", "LNH", "HLN"),
+}
+"""The axes of layouts whose keys and values lie apart, outermost first, by name: those of both, then those of keys and
+those of values, whose planes lie one after the other."""
 
 
 def apart(entry, name, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):
-    """A layout of `APART`, with a gap before each plane of keys, or half of a block."""
+    """A layout of `APART`, with a gap before each pair of planes."""
     sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, num_heads=num_heads, entry=entry)
-    counts = dict(zip("LBNH2", (num_layers, num_blocks, block_size, num_heads, 2), strict=True))
-    names = {"L": "layer", "B": "block", "N": "token", "H": "head", "2": "part"}
-    pad = 16 // entry.dtype.itemsize
-    steps, step = {}, entry.sizes[0]
-    for axis in reversed(APART[name][:-1]):
-        steps[names[axis]] = step
-        step = step * counts[axis] + (pad if axis == "2" else 0)
-    return jaxkv.CacheLayout.from_strides(**sizes, strides=steps, offset=pad, size=step)
+    counts = dict(zip("LBNH", (num_layers, num_blocks, block_size, num_heads), strict=True))
+    names = {"L": "layer", "B": "block", "N": "token", "H": "head"}
+    item = entry.dtype.itemsize
+    outer, *inner = APART[name]
+    planes, extents = [], []
+    for axes, places in zip(inner, oracle.planes(entry), strict=True):
+        steps, step = {}, len(places) // item
+        for axis in reversed(axes):
+            steps[names[axis]] = step
+            step *= counts[axis]
+        planes.append(steps)
+        extents.append(step)
+    gap = 16 // item
+    offsets = [gap + extents[1], gap] if name == "values before keys" else [gap, gap + extents[0]]
+    step = gap + sum(extents)
+    for axis in reversed(outer):
+        for steps in planes:
+            steps[names[axis]] = step
+        step *= counts[axis]
+    strides, value_strides = planes
+    return jaxkv.CacheLayout.from_strides(
+        **sizes, strides=strides, offset=offsets[0], value_strides=value_strides, value_offset=offsets[1], size=step
+    )
 
 
 @cache
@@ -100,24 +119,31 @@ def place(layout, buffer, layer, entries):
     """Stores entries, bytes [B, H, N, nbytes], as `layer` of the byte buffer; returns which bytes it wrote."""
     written = np.zeros(buffer.shape, bool)
     for target, source in ((buffer, entries), (written, np.ones(entries.shape, bool))):
-        pages = entry_bytes(layout, target)[layer]
         if is_split(layout.entry):
             parts = np.split(source, _edges(layout.entry), axis=-1)
             flat = np.concatenate([part.reshape(*source.shape[:2], -1) for part in parts], axis=-1)
-            pages[...] = flat.reshape(source.shape)
-        else:
-            pages[...] = source.reshape(pages.shape)
+            source = flat.reshape(source.shape)
+        for view, places in zip(entry_bytes(layout, target), _places(layout), strict=True):
+            view[layer] = source[..., places]
     return written
 
 
 def fetch(layout, buffer, layer):
-    """What `place` stores: entries [B, H, N, nbytes] of `layer`."""
-    pages = entry_bytes(layout, np.asarray(buffer))[layer]
+    """What `place` stores: entries [B, H, N, nbytes] of `layer`; 0 in padding that planes do not have."""
+    pages = [view[layer] for view in entry_bytes(layout, np.asarray(buffer))]
+    entries = np.zeros((*pages[0].shape[:3], layout.entry.nbytes), np.uint8)
+    for page, places in zip(pages, _places(layout), strict=True):
+        entries[..., places] = page
     if not is_split(layout.entry):
-        return pages.reshape(*pages.shape[:3], -1).copy()
-    flat = pages.reshape(*pages.shape[:2], -1)
+        return entries
+    flat = entries.reshape(*entries.shape[:2], -1)
     parts = np.split(flat, [edge * layout.block_size for edge in _edges(layout.entry)], axis=-1)
-    return np.concatenate([part.reshape(*pages.shape[:3], -1) for part in parts], axis=-1)
+    return np.concatenate([part.reshape(*entries.shape[:3], -1) for part in parts], axis=-1)
+
+
+def _places(layout):
+    """Which bytes of an entry each view of `entry_bytes` has."""
+    return [np.s_[:]] if layout.value_offset is None else oracle.planes(layout.entry)
 
 
 def _edges(entry):

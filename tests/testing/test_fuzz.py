@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv import dispatch
 from jaxkv.cli import main
 from jaxkv.testing import families, fuzz, layouts
-from jaxkv.testing.attention import Plan
+from jaxkv.testing.attention import MASKS, Plan
 from jaxkv.testing.buffers import address_map
 from jaxkv.testing.compare import EPSILON, differ, excess
 from jaxkv_kernels.calls import Kernels, supports
@@ -338,12 +338,18 @@ def test_draws_are_of_every_kind():
     assert {True, False} == {layout.blocks_are_runs for layout in layouts}
     assert any(layout.strides.token > layout.num_heads * layout.width for layout in layouts if layout.order[0] == "B")
     assert any(layout.dtype != layout.entry.dtype for layout in layouts)
-    assert any(layout.strides.part for layout in layouts), "keys and values in planes of their own"
+    apart = [layout for layout in layouts if layout.value_offset is not None]
+    assert {layout.value_offset > layout.offset for layout in apart} == {True, False}, "values before and behind keys"
+    assert any(layout.entry.quantised for layout in apart)
+    assert any(layout.pages.value_distance is None for layout in apart), "strides of their own"
     extras = {name for case in drawn for name in case.extras}
-    assert {"cos_sin", "extra", "sinks", "cu_q_lens", "queries in e4m3"} <= extras
+    assert {"cos_sin", "extra", "sinks", "cu_q_lens", "queries in e4m3", "lengths", "return_max_logits"} <= extras
+    assert {"scales per head", "scales per token", "lengths per query token", "prefix_tables", "tree_mask"} <= extras
     options = [dict(case.options) for case in drawn]
     windows = {(type(x["window"]), x["causal"]) for x in options if {"window", "causal"} <= x.keys()}
     assert {(int, True), (tuple, True), (tuple, False)} <= windows
+    assert set(MASKS) <= {x.get("mask") for x in options}
+    assert {"cu_q_lens", "tree_mask"} <= {name for case in drawn if "tree_mask" in case.extras for name in case.extras}
     assert {(512, 0), (64, 64), (64, 0)} <= {layout.entry.sizes for layout in layouts}
     seconds = [
         (case.layout.entry.format, dict(case.options)["extra"].entry.format) for case in drawn if "extra" in case.extras
@@ -354,7 +360,11 @@ def test_draws_are_of_every_kind():
     attention = next(
         case
         for case in drawn
-        if case.operation == "decode_mla" and case.columns == 5 and dict(case.options)["window"] is None
+        if case.operation in ("decode_mla", "decode_kv")
+        and case.columns == 5
+        and case.requests < case.layout.num_blocks  # so that some blocks are not used
+        and dict(case.options)["window"] is None
+        and "prefix_tables" not in case.extras
     )
     calls = [attention.draw(np.random.default_rng([0, call])) for call in range(3000)]
     lengths = np.stack([call.index[1] for call in calls])

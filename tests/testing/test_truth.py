@@ -30,6 +30,7 @@ def drawn_for(*operations):
 def scales_of(case, draw):
     """The scales of an entry as the oracle takes them."""
     scales = [np.asarray(scale)[..., None] if np.ndim(scale) else scale for scale in draw.scales.values()]
+    scales = [scale.reshape(-1, *scale.shape[2:]) if np.ndim(scale) > 2 else scale for scale in scales]
     return (*scales, *scales)[:2] if scales else (1.0, 1.0)
 
 
@@ -105,7 +106,9 @@ def test_writes(operation, seed):
             packed, mine = np.zeros((twin.size, layout.itemsize), np.uint8), where.layer == layer
             packed[where.place[mine]] = before.reshape(layout.size, -1)[mine]
             rows = by_slot(twin, packed.reshape(-1))
-            encoded = oracle.encode(entry, parts, scales_of(case, draw)) if operation != "write_entries" else parts[0]
+            scales, inside = scales_of(case, draw), np.clip(draw.index[0], 0, layout.num_slots - 1)
+            scales = [s[inside] if np.ndim(s) > 2 else s for s in scales]
+            encoded = oracle.encode(entry, parts, scales) if operation != "write_entries" else parts[0]
             for row, slot in zip(encoded, draw.index[0], strict=True):
                 if 0 <= slot < layout.num_slots:
                     rows[slot] = row
@@ -169,8 +172,13 @@ def assert_entries(found, parts, slots, what):
 def test_attention(operation, seed):
     for case, draw, rng in cases(operation, seed):
         cache, parts = filled(case, draw, rng)
-        (out, lse), values = called(case, cache, draw, rng)
+        (out, lse, *_), values = called(case, cache, draw, rng)
         queries = [np.asarray(x.astype(jnp.float32), np.float64) for x in values]
+        if "q_scale" in draw.keywords:
+            count = 1 if operation == "decode_kv" else 2
+            queries[:count] = [
+                oracle.without_scale(x, draw.keywords["q_scale"], case.layout.entry.input_dtype) for x in values[:count]
+            ]
         if layer_of(case, draw) is None:
             parts = [part[:0] for part in parts]
         seen = seen_by_sparse if operation == "decode_mla_sparse" else seen_by_dense
@@ -198,17 +206,31 @@ def read(entry, parts, slots):
     return oracle.keys_and_values(entry, *rows) if entry.one_head else rows
 
 
+def prefix_slots(case, draw):
+    """The slots of the prefix of each request."""
+    tables, lengths = (np.asarray(draw.keywords.get(name, 0)) for name in ("prefix_tables", "prefix_lens"))
+    tables, lengths = tables.reshape(lengths.size, -1), np.clip(lengths.reshape(-1), 0, None)
+    for prefix in draw.keywords.get("prefix_of", np.zeros(case.requests, int)):
+        if not 0 <= prefix < len(tables):
+            yield np.zeros(0, np.int64)
+        else:
+            length = min(lengths[prefix], tables.shape[1] * case.layout.block_size)
+            yield slots_of(case, tables[prefix], np.arange(length))
+
+
 def seen_by_dense(case, draw, parts, queries):
     """(index of a query token, keys and values that it sees) of all query tokens."""
     options, (tables, lengths) = dict(case.options), draw.index
-    edges = draw.keywords.get("cu_q_lens", np.arange(case.requests + 1) * case.q_len)
-    for request, (first, last) in enumerate(itertools.pairwise(edges)):
+    edges, shared = draw.keywords.get("cu_q_lens", np.arange(case.requests + 1) * case.q_len), prefix_slots(case, draw)
+    for request, (first, last, before) in enumerate(zip(edges[:-1], edges[1:], shared, strict=True)):
+        ragged, tree = "cu_q_lens" in draw.keywords, draw.keywords.get("tree_mask")
+        if tree is not None:
+            tree = tree[first:last] if ragged else tree[request]
+        length = int(np.clip(lengths[request], 0, case.columns * case.layout.block_size))
+        masks = {"causal": options["causal"], "mask": options.get("mask"), "tree": tree}
+        seen = oracle.seen_by_last(length, last - first, options["window"], **masks)
         for token in range(last - first):
-            length = int(np.clip(lengths[request], 0, case.columns * case.layout.block_size))
-            position = length - (last - first) + token
-            seen = oracle.seen(position, length, options["window"], causal=options["causal"])
-            slots = slots_of(case, tables[request], np.flatnonzero(seen))
-            ragged = "cu_q_lens" in draw.keywords
+            slots = np.concatenate([before, slots_of(case, tables[request], np.flatnonzero(seen[token]))])
             yield (first + token,) if ragged else (request, token), read(case.layout.entry, parts, slots)
 
 
@@ -233,46 +255,44 @@ def seen_by_sparse(case, draw, parts, queries):
 @pytest.mark.ci
 @drawn_for("decode_kv", "decode_mla")
 def test_prefill(operation, seed):
-    """`prefill_kv` and `prefill_mla` of the calls of dense attention, in blocks that the cache has."""
+    """`prefill_kv` and `prefill_mla` of the calls of dense attention without prefixes, in blocks that the cache has."""
     for case, draw, rng in cases(operation, seed):
         tables, lengths = draw.index
         tables = np.where((tables >= 0) & (tables < case.layout.num_blocks), tables, 0)
         draw = draw._replace(index=(tables, lengths), live=np.ones_like(draw.live), layer=np.int32(0))
         cache, parts = filled(case, draw, rng)
-        extras = tuple(name for name in case.extras if name != "cu_q_lens")
-        keywords = {
-            name: array for name, array in draw.keywords.items() if name == "sinks" and operation == "decode_kv"
-        }
+        extras = tuple(name for name in case.extras if name != "prefix_tables")
+        keywords = {name: array for name, array in draw.keywords.items() if name in ("cu_q_lens", "sinks")}
         case, draw = replace(case, extras=extras), draw._replace(keywords=keywords)
-        options = {"layer": 0, "scale": dict(case.options)["scale"], "return_lse": True, "implementation": "xla"}
+        options = {**dict(case.options), **keywords, "layer": 0, "implementation": "xla"}
         requests, least = (cache, tables, lengths), int(rng.integers(1, 2**16))
         queries = [jnp.asarray(rng.standard_normal(shape).astype(np.float32)) for shape, _ in case.value_shapes]
         if operation == "decode_kv":
-            window = dict(case.options)["window"]
-            more = {"window": window, "gathered_bytes": least, **keywords}
-            out, lse = jaxkv.prefill_kv(*queries, *requests, **options, **more, **draw.scales)
+            out, lse = jaxkv.prefill_kv(*queries, *requests, **options, gathered_bytes=least, **draw.scales)
             seen_queries, w_uv = np.asarray(queries[0], np.float64), None
         else:
             nope, value, latent = 24, 16, case.layout.entry.sizes[0]
-            shapes = (*queries[0].shape[:3], nope), (case.heads, nope, latent), (case.heads, value, latent)
+            shapes = (*queries[0].shape[:-1], nope), (case.heads, nope, latent), (case.heads, value, latent)
             q_nope, w_uk, w_uv = (rng.standard_normal(shape).astype(np.float32) / shape[-1] ** 0.5 for shape in shapes)
             arrays = map(jnp.asarray, (q_nope, queries[1], w_uk, w_uv))
             out, lse = jaxkv.prefill_mla(*arrays, *requests, expanded_bytes=least, **options, **draw.scales)
-            absorbed = np.einsum("bqhn,hnr->bqhr", q_nope.astype(np.float64), w_uk)
-            seen_queries, window = np.concatenate([absorbed, np.asarray(queries[1])], axis=-1), None
-        case = replace(case, options=tuple({**dict(case.options), "causal": True, "window": window}.items()))
+            absorbed = np.einsum("...hn,hnr->...hr", q_nope.astype(np.float64), w_uk)
+            seen_queries = np.concatenate([absorbed, np.asarray(queries[1])], axis=-1)
         right_out, right_lse = np.zeros(out.shape), np.full(lse.shape, -np.inf)
+        more = {"logit_cap": options["logit_cap"], "sinks": keywords.get("sinks")}
         for place, (keys, values) in seen_by_dense(case, draw, parts, queries):
             if w_uv is not None:  # only the latents are values
                 values = np.einsum("skr,hvr->shv", parts_of_latents(values, w_uv), w_uv.astype(np.float64))
                 keys = np.broadcast_to(keys, (len(keys), case.heads, keys.shape[-1]))
             (right_out[place],), (right_lse[place],) = oracle.attention(
-                seen_queries[place][None], keys, values, options["scale"], sinks=keywords.get("sinks")
+                seen_queries[place][None], keys, values, options["scale"], **more
             )
-        assert_close(out, right_out, roundings=64, magnitude=1, what=f"out, {case}")
+        cap = options["logit_cap"] or 0
+        assert_close(out, right_out, roundings=64, magnitude=1 + 4 / 64 * cap, what=f"out, {case}")
         assert_close(
-            np.asarray(lse, np.float64) + 4, right_lse + 4, dtype="float32", roundings=64, magnitude=4, what=str(case)
-        )
+            np.asarray(lse, np.float64) + 4 + cap, right_lse + 4 + cap, dtype="float32", roundings=64,
+            magnitude=4 + cap, what=str(case),
+        )  # fmt: skip
 
 
 def parts_of_latents(values, w_uv):

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, blocks
+from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, blocks, masks
 
 SIZES = {"num_layers": 2, "num_blocks": 8, "block_size": 64}
 layout = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("bf16"))
@@ -118,6 +118,14 @@ jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=4096
 jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=(64, 64, 64))
 # argument: a window without a left limit, which is -1
 jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, window=(None, 64))
+# argument: a mask that is an array
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, mask=tables > 0)
+# argument: a mask without numbers
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, mask=masks.Chunked)
+# argument: a tree as a list
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, tree_mask=[[[True]]])
+# argument: a chunk of a float number of tokens
+masks.Chunked(8192.0)
 # argument: block tables as lists
 jaxkv.decode_kv(q_kv, kv_cache, [[0, 1], [2, 3]], lengths, layer=0, scale=0.1)
 # argument: a schedule instead of a plan
@@ -136,6 +144,14 @@ ExtraCache(kv_cache, slots, 0)
 ExtraCache(cache, slots)
 # attribute: with return_lse, two arrays are returned
 jaxkv.decode_mla_sparse(q[:, None], q_pe[:, None], cache, slots, layer=0, scale=0.1, return_lse=True).dtype
+# assigned: with return_max_logits, two arrays are returned
+one: jax.Array = jaxkv.decode_mla_sparse(
+    q[:, None], q_pe[:, None], cache, slots, layer=0, scale=0.1, return_max_logits=True
+)
+# missing: the scale of queries for a plan
+jaxkv.plan_decode(cache, tables, lengths, num_heads=16, q_scale=0.5)
+# argument: scales of queries as a list
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, q_scale=[0.5] * 16)
 # missing: no number of heads
 jaxkv.plan_decode(cache, tables, lengths)
 # argument: an indexer's cache has no attention to plan
@@ -144,6 +160,10 @@ jaxkv.plan_decode(keys, tables, lengths, num_heads=16)
 jaxkv.prefill_mla(q[:, None], q_pe[:, None], cache, tables, lengths, layer=0, scale=0.1)
 # argument: an indexer's cache
 jaxkv.prefill_mla(q[:, None], q_pe[:, None], w_uk, w_uv, keys, tables, lengths, layer=0, scale=0.1)
+# argument: a window of strings
+jaxkv.prefill_mla(q[:, None], q_pe[:, None], w_uk, w_uv, cache, tables, lengths, layer=0, scale=0.1, window="all")
+# argument: the blocks of a prefix in a list
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, prefix_tables=[3, 4], prefix_lens=100)
 # attribute: with return_lse, two arrays are returned
 jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, return_lse=True).shape
 

@@ -7,7 +7,18 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, PackedLayout, StateEntry, blocks
+from jaxkv import (
+    CacheLayout,
+    ExtraCache,
+    IndexerEntry,
+    KVCache,
+    KVEntry,
+    MLAEntry,
+    PackedLayout,
+    StateEntry,
+    blocks,
+    masks,
+)
 
 latents = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("fp8"), order="LBNHC")
 cache = KVCache.zeros(latents)
@@ -40,22 +51,56 @@ assert_type(one, jax.Array)
 jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, window=(64, 64), causal=False)
 jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, window=(127, -1), return_lse=True)
 jaxkv.plan_decode(kv_cache, tables, lengths, num_heads=16, window=(-1, 127), causal=False)
+tree, sinks = np.ones((2, 1, 1), bool), masks.Prefix(4) | masks.Sliding(1023, 0)
+jaxkv.decode_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, tree_mask=tree, return_lse=True)
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, mask=sinks & masks.Chunked(8192))
+jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, mask=lambda query, key: key % 2 == query % 2)
+jaxkv.plan_decode(kv_cache, tables, lengths, num_heads=16, mask=masks.Prefix(4), tree_mask=tree)
 jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, window=(127, 0))
+jaxkv.prefill_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, cu_q_lens=lengths, causal=False, logit_cap=30.0)
+of_a_prefix = jaxkv.decode_kv(
+    q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, prefix_tables=np.zeros(4, np.int32), prefix_lens=200
+)
+assert_type(of_a_prefix, jax.Array)
+cascade = jaxkv.plan_decode(
+    cache, tables, lengths, num_heads=16, prefix_tables=tables, prefix_lens=lengths, prefix_of=lengths
+)
+jaxkv.decode_mla(
+    q, q_pe, cache, tables, lengths, layer=0, scale=0.1, plan=cascade, prefix_tables=tables, prefix_lens=lengths,
+    prefix_of=lengths, return_lse=True,
+)  # fmt: skip
 both = jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, return_lse=True, implementation="xla")
 assert_type(both, tuple[jax.Array, jax.Array])
 assert_type(jaxkv.decode_kv(q_kv, kv_cache, *on_host, layer=0, scale=0.1, sinks=np.ones(16)), jax.Array)
+in_e4m3 = jaxkv.decode_mla(q, q_pe, cache, tables, lengths, layer=0, scale=0.1, q_scale=np.ones(16), kv_scale=0.5)
+assert_type(in_e4m3, jax.Array)
+jaxkv.decode_kv(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1, q_scale=0.5, k_scale=np.ones((8, 64, 4)))
 
 extra = ExtraCache(cache, np.zeros((2, 1, 4), np.int32), 1, kv_scale=0.5)
 sparse = jaxkv.decode_mla_sparse(
     q[:, None], q_pe[:, None], cache, slots, layer=0, scale=0.1, extra=extra, return_lse=True
 )
 assert_type(sparse, tuple[jax.Array, jax.Array])
+queries = q[:, None], q_pe[:, None]
+largest = jaxkv.decode_mla_sparse(*queries, cache, slots, layer=0, scale=0.1, q_scale=0.5, return_max_logits=True)
+assert_type(largest, tuple[jax.Array, jax.Array])
+all_three = jaxkv.decode_mla_sparse(*queries, cache, slots, layer=0, scale=0.1, return_lse=True, return_max_logits=True)
+assert_type(all_three, tuple[jax.Array, jax.Array, jax.Array])
 prefilled = jaxkv.prefill_mla(q[:, None], q_pe[:, None], w_uk, w_uv, cache, tables, lengths, layer=0, scale=0.1)
+windowed = jaxkv.prefill_mla(
+    q[:, None], q_pe[:, None], w_uk, w_uv, cache, tables, lengths, layer=0, scale=0.1, window=(127, 4), causal=False,
+    sinks=np.ones(16, np.float32), return_lse=True,
+)  # fmt: skip
+assert_type(windowed, tuple[jax.Array, jax.Array])
 assert_type(prefilled, jax.Array)
 prefilled_kv = jaxkv.prefill_kv(q_kv[:, None], kv_cache, tables, lengths, layer=0, scale=0.1, return_lse=True)
 assert_type(prefilled_kv, tuple[jax.Array, jax.Array])
 
 assert_type(jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0), KVCache[KVEntry])
+read_only = jaxkv.ragged_paged_attention(
+    q_kv, None, None, kv_cache, lengths, lengths, lengths, lengths, layer=0, update_kv_cache=False, out_dtype="float32"
+)
+assert_type(read_only, tuple[jax.Array, KVCache[KVEntry]])
 turned = jaxkv.write_kv(kv_cache, q_kv, q_kv, lengths, layer=0, cos_sin=np.ones((2, 128)), interleaved=True)
 assert_type(turned, KVCache[KVEntry])
 entries = cache.layout.entry.pack({"latent": q_kv[:, 0], "rope": np.ones((2, 64))})
@@ -72,6 +117,9 @@ assert_type(jaxkv.read_state(states, lengths, layer=0), dict[str, jax.Array])
 assert_type(jaxkv.write_state(states, {"ssm": np.ones((2, 4))}, lengths, layer=0), KVCache[StateEntry])
 logits = jaxkv.indexer_logits(q_kv[:, None], q_kv[:, None, :, 0], keys, tables, lengths, layer=0, max_len=256)
 assert_type(jaxkv.select_topk(logits, 64), jax.Array)
+assert_type(jaxkv.select_topk(logits, 64, lengths=np.ones((2, 1), np.int32)), jax.Array)
+ragged = jaxkv.indexer_logits(q_kv, q_kv[..., 0], keys, tables, lengths, layer=0, max_len=256, cu_q_lens=np.arange(3))
+assert_type(ragged, jax.Array)
 assert_type(jaxkv.merge_states([q, q], (q[..., 0], q[..., 0])), tuple[jax.Array, jax.Array])
 paged = jaxkv.block_tables_from_csr(lengths, np.zeros(4, np.int32), lengths, block_size=64, max_blocks=4)
 assert_type(paged, tuple[jax.Array, jax.Array])

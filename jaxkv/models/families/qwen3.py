@@ -3,16 +3,11 @@
 from dataclasses import replace
 from functools import partial
 
-from jaxkv.models.config import Experts, ModelConfig, Yarn
+from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.families.family import Family, layer_weights, read_config
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers import gqa, rope
 from jaxkv.models.layers.block import pre_norm
-
-OF_VLLM = ("attn_factor", "extrapolation_factor", "apply_yarn_scaling")
-"""Keys of YaRN that vLLM reads and transformers ignores, so that what a model computes depends on the library.
-DeepSeek-R1-0528-Qwen3-8B has the first: the factor of cos and sin is 1 in vLLM and 1.14 in transformers.
-"""
 
 
 def _read(fields: JsonObject) -> ModelConfig:
@@ -32,15 +27,8 @@ def _read_with(fields: JsonObject, layers: tuple[int, Experts | None] | None) ->
     if "layer_types" in fields:
         fields.per_layer("layer_types", "full_attention", count=fields.integer("num_hidden_layers"))
     attention = replace(gqa.read(fields), normed=True)
-    rotary = rope.read(fields, {"yarn": _read_yarn}, interleaved=False)
+    rotary = rope.read(fields, {"yarn": rope.read_yarn}, interleaved=False)
     return read_config(fields, attention, rotary, layers, biases=attention.biases)
-
-
-def _read_yarn(values: JsonObject) -> Yarn:
-    for key in OF_VLLM:
-        if key in values:
-            raise values.error(key, "null: vLLM depends on it, transformers on `attention_factor` instead")
-    return rope.read_yarn(values)
 
 
 def _num_dense_layers(fields: JsonObject, num_layers: int) -> int:

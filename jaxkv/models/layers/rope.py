@@ -18,6 +18,10 @@ from jaxkv_kernels.rotary import rotated
 Scalings = Mapping[str, Callable[[JsonObject], Yarn | Llama3]]
 BESIDE_SCALINGS = {"rope_theta", "partial_rotary_factor"}
 """Keys of `rope_parameters` that belong to no scaling."""
+OF_VLLM = ("attn_factor", "extrapolation_factor", "apply_yarn_scaling")
+"""Keys of YaRN that vLLM reads and transformers ignores, so that what a model computes depends on the library.
+DeepSeek-R1-0528-Qwen3-8B has the first: the factor of cos and sin is 1 in vLLM and 1.14 in transformers.
+"""
 
 
 def read(
@@ -75,7 +79,10 @@ def read_with_yarn(fields: JsonObject) -> Rope:
 
 
 def read_yarn(values: JsonObject) -> Yarn:
-    """Reads the parameters of YaRN."""
+    """Reads the parameters of YaRN; those of `OF_VLLM` must be absent."""
+    for key in OF_VLLM:
+        if key in values:
+            raise values.error(key, "null: vLLM depends on it, transformers on `attention_factor` instead")
     beta_fast = values.number("beta_fast", default=None) or 32.0
     beta_slow = values.number("beta_slow", default=None) or 1.0
     if beta_fast < beta_slow:

@@ -1,6 +1,6 @@
 """Entry kinds.  An entry is what one token stores for one head in one layer: values in a format."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal, Self, cast
 
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxkv_kernels.formats.bits import view_as
-from jaxkv_kernels.formats.format import FORMATS, SHORT_NAMES, Field, Format, regions_of
+from jaxkv_kernels.formats.format import FORMATS, SHORT_NAMES, Field, Format, regions_of, together
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.integers import as_int
 
@@ -98,6 +98,32 @@ class Entry:
         if self.codec.pads_pages:
             nbytes += -nbytes % sum(field.nbytes for field in self.regions()[0])
         return nbytes
+
+    @property
+    def planes(self) -> tuple[tuple[Field, ...], ...]:
+        """The byte maps of the arrays of values where these lie apart; ValueError if the entry is stored as a whole."""
+        raise ValueError(f"{self} is stored as a whole: only the keys and values of a KVEntry may lie apart")
+
+    def to_planes(self, row: jax.Array) -> list[jax.Array]:
+        """What the planes store [..., n_i] of encoded entries [..., width]."""
+        whole, item = {field.name: field for field in self.fields()}, row.dtype.itemsize
+        found = []
+        for plane in self.planes:
+            fields = [whole[field.name] for field in plane]
+            pieces = [row[..., field.offset // item : (field.offset + field.nbytes) // item] for field in fields]
+            found.append(jnp.concatenate(pieces, axis=-1))
+        return found
+
+    def from_planes(self, planes: Sequence[jax.Array]) -> jax.Array:
+        """Encoded entries [..., width] from what the planes store [..., n_i]; padding is 0."""
+        (*shape, _), dtype, pieces = planes[0].shape, planes[0].dtype, {}
+        for plane, row in zip(self.planes, planes, strict=True):
+            for field in plane:
+                first, last = field.offset // dtype.itemsize, (field.offset + field.nbytes) // dtype.itemsize
+                pieces[field.name] = row[..., first:last]
+        for field in self.fields():
+            pieces.setdefault(field.name, jnp.zeros((*shape, field.nbytes // dtype.itemsize), dtype))
+        return jnp.concatenate([pieces[field.name] for field in self.fields()], axis=-1)
 
     @property
     def dtype(self):
@@ -222,15 +248,18 @@ class MLAEntry(Entry):
         """The values of an entry that attention sums (V): the latent, and in formats of DeepSeek V4 the rotary part."""
         return self.latent + self.rope * self.codec.rope_in_values
 
-    def keys_and_values(self, row, dtype) -> tuple[jax.Array, jax.Array]:
+    def keys_and_values(self, row, dtype, scales=(None, None)) -> tuple[jax.Array, jax.Array]:
         """Converts stored elements [..., width] to keys [..., R + P] and values [..., V] of `dtype`."""
-        keys = jnp.concatenate(self.decode(row, dtype), axis=-1)
+        keys = jnp.concatenate(self.decode(row, dtype, scales), axis=-1)
         return keys, keys[..., : self.value_dim]
 
 
 @dataclass(frozen=True)
 class KVEntry(Entry):
-    """A key of `head_dim` values (D), followed by a value of `value_dim` (Dv, default D)."""
+    """A key of `head_dim` values (D), and a value of `value_dim` (Dv, default D).
+
+    The value follows the key, unless the layout puts it elsewhere (`value_offset` of `CacheLayout`).
+    """
 
     format: KVFormat
     head_dim: int = 128
@@ -248,9 +277,30 @@ class KVEntry(Entry):
         """D under the name "K", Dv under "V"."""
         return {"K": self.head_dim, "V": self.value_dim}
 
-    def keys_and_values(self, row, dtype) -> tuple[jax.Array, jax.Array]:
+    @property
+    def planes(self) -> tuple[tuple[Field, ...], ...]:
+        """The byte maps of a key and of a value that lie apart: its values, then its own scales, without padding.
+
+        ValueError if the format has fields that belong to both, or if the sizes leave scales unaligned.
+        """
+        fields = [field for field in self.fields() if field.name != "padding"]
+        found = []
+        for name in self.named_sizes:
+            own = [field for field in fields if field.name.partition(" ")[0] == name]
+            found.append(together(*((field.name, field.dtype, field.count) for field in own)))
+        if self.split or sum(map(len, found)) < len(fields):
+            raise ValueError(f"{self} is stored as a whole: its keys and values have fields in common")
+        for field in (field for plane in found for field in plane):
+            if field.offset % field.itemsize:
+                raise ValueError(
+                    f"{self} is stored as a whole: where keys and values lie apart, {field.name} would begin at byte "
+                    f"{field.offset}, expected a multiple of {field.itemsize}"
+                )
+        return tuple(found)
+
+    def keys_and_values(self, row, dtype, scales=(None, None)) -> tuple[jax.Array, jax.Array]:
         """Converts stored elements [..., width] to keys [..., D] and values [..., Dv] of `dtype`."""
-        keys, values = self.decode(row, dtype)
+        keys, values = self.decode(row, dtype, scales)
         return keys, values
 
 

@@ -15,9 +15,9 @@ Barriers.  full: the chunk has landed.
 Budget.  Shared memory: 32 KiB per CTA, so that six fit.
 """
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import wraps
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial, wraps
 from typing import Any
 
 import jax
@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import Pages, RowView, Runs, row_view, runs_of
+from jaxkv_kernels.addressing import Pages, RowView, Runs, row_view, row_views, runs_of
 from jaxkv_kernels.calls import BlocksCall, CopyBlocks, ReadBlocks, ReadState, WriteBlocks, WriteState
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
@@ -67,36 +67,59 @@ def send(stage, target):
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def chunked(body, runs: Runs, blocks: int, dtype, *, out_type: Any = ()):
+@dataclass(frozen=True)
+class Chunks:
+    """The chunks of the runs of `blocks` blocks: `per_run` chunks of `size` elements, of which the last has `last`."""
+
+    runs: Runs
+    blocks: int
+    per_run: int
+    size: int
+    last: int
+
+    @staticmethod
+    def of(runs: Runs, blocks: int, itemsize: int) -> "Chunks":
+        """Chunks of equal length, at most CHUNK_BYTES and a multiple of LINE."""
+        chunks, line = -(-runs.length * itemsize // CHUNK_BYTES), LINE // itemsize
+        size = min(-(-runs.length // (chunks * line)) * line, runs.length)
+        chunks = -(-runs.length // size)
+        return Chunks(runs, blocks, chunks, size, runs.length - (chunks - 1) * size)
+
+    @property
+    def total(self) -> int:
+        """The chunks of all blocks."""
+        return self.blocks * self.runs.count * self.per_run
+
+
+def chunked(body, parts: Sequence[Runs], blocks: int, dtype, *, out_type: Any = ()):
     """A kernel in which `body(each_chunk, *refs, stage, full)` moves the chunks of `blocks` blocks.
 
-    `each_chunk(move)` calls `move(i, run, start, size)` for each chunk of a CTA: `size` elements (a Python int) from
-    element `start` of run `run` of the i-th block.
+    `each_chunk(move)` calls `move(runs, i, run, start, size)` for each chunk of a CTA: `size` elements (a Python int)
+    from element `start` of run `run` of the i-th block, where `runs` is one of `parts`.
     """
     interpret = bool(interpreting.value)
-    chunks = -(-runs.length * dtype.itemsize // CHUNK_BYTES)
-    line = LINE // dtype.itemsize
-    chunk = min(-(-runs.length // (chunks * line)) * line, runs.length)
-    chunks = -(-runs.length // chunk)
-    last = runs.length - (chunks - 1) * chunk
-    total = blocks * runs.count * chunks
-    ctas = min(total, 4 if interpret else CTAS * multiprocessors())
+    every = [Chunks.of(runs, blocks, dtype.itemsize) for runs in parts]
+    ctas = min(max(chunks.total for chunks in every), 4 if interpret else CTAS * multiprocessors())
+    stage = max(chunks.size for chunks in every)
 
     def each_chunk(move: Callable[..., None]):
-        def one(i, _):
-            number = i * ctas + lax.axis_index("cta")
+        for chunks in every:
 
-            @pl.when(number < total)
-            def _():
-                run = floordiv(number, chunks)
-                in_run = number - run * chunks
-                block = floordiv(run, runs.count)
-                place = block, run - block * runs.count, in_run * chunk
-                lax.cond(in_run < chunks - 1, lambda: move(*place, chunk), lambda: move(*place, last))
+            def one(i, _, chunks=chunks):
+                number = i * ctas + lax.axis_index("cta")
 
-            return ()
+                @pl.when(number < chunks.total)
+                def _():
+                    run = floordiv(number, chunks.per_run)
+                    in_run = number - run * chunks.per_run
+                    block = floordiv(run, chunks.runs.count)
+                    place = chunks.runs, block, run - block * chunks.runs.count, in_run * chunks.size
+                    whole, rest = (partial(move, *place, size) for size in (chunks.size, chunks.last))
+                    lax.cond(in_run < chunks.per_run - 1, whole, rest)
 
-        lax.fori_loop(0, -(-total // ctas), one, ())
+                return ()
+
+            lax.fori_loop(0, -(-chunks.total // ctas), one, ())
 
     @wraps(body)
     def with_chunks(*refs):
@@ -110,7 +133,7 @@ def chunked(body, runs: Runs, blocks: int, dtype, *, out_type: Any = ()):
         grid_names=("cta",),
         num_threads=1,
         thread_name="wg",
-        scratch_types=(plgpu.SMEM((-(-chunk // CLEARED) * CLEARED,), dtype), plgpu.Barrier()),
+        scratch_types=(plgpu.SMEM((-(-stage // CLEARED) * CLEARED,), dtype), plgpu.Barrier()),
     )
 
 
@@ -119,6 +142,13 @@ class BlockRuns(Runs):
     """The runs of a block, in a view of the buffer."""
 
     view: RowView
+    first: int
+    """The element of an exported block at which the first run begins."""
+
+    def in_row(self, run, start):
+        """The element of an exported block at which element `start` of a run lies."""
+        place = run * self.length + start
+        return place + self.first if self.first else place
 
     def index(self, block, run):
         """Where a run begins: an index per leading axis of the view, then the column."""
@@ -129,11 +159,17 @@ class BlockRuns(Runs):
         return self.view.index(block=block, **indices)
 
 
-def block_runs(pages: Pages) -> BlockRuns:
+def block_runs(pages: Pages) -> tuple[BlockRuns, ...]:
     """The runs of the blocks of `pages`; ValueError where a row of the view is too long for int32."""
-    runs = runs_of(pages)
-    view = row_view(pages.whole_blocks if pages.blocks_are_runs else pages)
-    return BlockRuns(runs.axes, runs.length, runs.offset, view)
+    views = row_views(pages.whole_blocks if pages.blocks_are_runs else pages)
+    found, first = [], 0
+    for runs, view in zip(runs_of(pages), views, strict=False):
+        if any(axis == "part" for axis, *_ in runs.axes):  # both views, which differ in their origins
+            step = tuple(value - key for key, value in zip(views[0].origin, views[1].origin, strict=True))
+            view = replace(view, steps=view.steps | {"part": step})
+        found.append(BlockRuns(runs.axes, runs.length, runs.offset, runs.block_stride, view, first))
+        first += runs.count * runs.length
+    return tuple(found)
 
 
 def blocks_unsupported_reasons(call: BlocksCall) -> Iterator[str]:
@@ -142,12 +178,15 @@ def blocks_unsupported_reasons(call: BlocksCall) -> Iterator[str]:
     if pages.block_elements >= 2**31:
         yield f"blocks of {pages.block_elements} elements: supports fewer than 2**31"
     try:
-        runs = block_runs(pages)
+        parts = block_runs(pages)
     except ValueError as error:
         yield str(error)
         return
-    strides = {} if pages.blocks_are_runs else steps(pages, [axis for axis, *_ in runs.axes])
-    yield from unaligned({"run of a block": runs.length, **strides}, itemsize)
+    axes = {axis for runs in parts for axis, *_ in runs.axes}
+    strides = {} if pages.blocks_are_runs else steps(pages, axes)
+    for runs in parts:
+        yield from unaligned({"run of a block": runs.length}, itemsize)
+    yield from unaligned(strides, itemsize)
 
 
 @jax.jit
@@ -157,21 +196,21 @@ def read_blocks(call: ReadBlocks) -> jax.Array:
     rows = jax.ShapeDtypeStruct((blocks.shape[0], pages.block_elements), buffer.dtype)
     if not blocks.size:
         return jnp.zeros(rows.shape, rows.dtype)
-    runs = block_runs(pages)
+    parts = block_runs(pages)
 
     def read_blocks(each_chunk, cache_ref, block_ref, out_ref, stage, full):
-        def move(i, run, start, size):
+        def move(runs, i, run, start, size):
             block = block_ref[i]
             *row, column = runs.index(block, run)
             source = cache_ref.at[*row, pl.ds(column + start, size)]
             good = (block >= 0) & (block < pages.num_blocks)
             lax.cond(good, lambda: fetch(source, stage, full), lambda: clear(stage))
-            send(stage, out_ref.at[i, pl.ds(run * runs.length + start, size)])
+            send(stage, out_ref.at[i, pl.ds(runs.in_row(run, start), size)])
 
         each_chunk(move)
 
-    read = chunked(read_blocks, runs, blocks.size, buffer.dtype, out_type=rows)
-    return read(buffer.reshape(runs.view.shape), blocks)
+    read = chunked(read_blocks, parts, blocks.size, buffer.dtype, out_type=rows)
+    return read(buffer.reshape(parts[0].view.shape), blocks)
 
 
 @jax.jit
@@ -180,28 +219,28 @@ def write_blocks(call: WriteBlocks) -> jax.Array:
     buffer, blocks, pages = call.buffer, call.blocks, call.pages
     if not blocks.size:
         return buffer
-    runs = block_runs(pages)
-    ref = jax.new_ref(buffer.reshape(runs.view.shape))
-    _write_into(ref, blocks, call.data, runs, pages)
+    parts = block_runs(pages)
+    ref = jax.new_ref(buffer.reshape(parts[0].view.shape))
+    _write_into(ref, blocks, call.data, parts, pages)
     return freeze(ref).reshape(buffer.shape)
 
 
-def _write_into(ref, blocks, data, runs, pages):
-    """Writes rows to blocks of `ref`, the buffer in the view of `runs`."""
+def _write_into(ref, blocks, data, parts, pages):
+    """Writes rows to blocks of `ref`, the buffer in the view of `parts`."""
 
     def write_blocks(each_chunk, data_ref, block_ref, cache_ref, stage, full):
-        def move(i, run, start, size):
+        def move(runs, i, run, start, size):
             block = block_ref[i]
 
             @pl.when((block >= 0) & (block < pages.num_blocks))
             def _():
                 *row, column = runs.index(block, run)
-                fetch(data_ref.at[i, pl.ds(run * runs.length + start, size)], stage, full)
+                fetch(data_ref.at[i, pl.ds(runs.in_row(run, start), size)], stage, full)
                 send(stage, cache_ref.at[*row, pl.ds(column + start, size)])
 
         each_chunk(move)
 
-    chunked(write_blocks, runs, blocks.size, data.dtype)(data, blocks, ref)
+    chunked(write_blocks, parts, blocks.size, data.dtype)(data, blocks, ref)
 
 
 @jax.jit
@@ -217,13 +256,13 @@ def copy_blocks(call: CopyBlocks) -> jax.Array:
     buffer, pages, src, dst = call.buffer, call.pages, call.src, call.dst
     if not src.size:
         return buffer
-    runs = block_runs(pages)
+    parts = block_runs(pages)
     good = (src >= 0) & (src < pages.num_blocks) & (dst >= 0) & (dst < pages.num_blocks)
     awaited = (dst[:, None] == src).any(axis=1)
     now, later = jnp.where(good & ~awaited, dst, -1), jnp.where(good & awaited, dst, -1)
 
     def copy_blocks(each_chunk, src_ref, now_ref, later_ref, cache_ref, held_ref, stage, full):
-        def move(i, run, start, size):
+        def move(runs, i, run, start, size):
             target, held = now_ref[i], later_ref[i] >= 0
 
             def part_of(block):
@@ -233,15 +272,15 @@ def copy_blocks(call: CopyBlocks) -> jax.Array:
             @pl.when((target >= 0) | held)
             def _():
                 fetch(part_of(src_ref[i]), stage, full)
-                whole = held_ref.at[i, pl.ds(run * runs.length + start, size)]
+                whole = held_ref.at[i, pl.ds(runs.in_row(run, start), size)]
                 lax.cond(held, lambda: send(stage, whole), lambda: send(stage, part_of(target)))
 
         each_chunk(move)
 
-    ref = jax.new_ref(buffer.reshape(runs.view.shape))
+    ref = jax.new_ref(buffer.reshape(parts[0].view.shape))
     rows = jax.ShapeDtypeStruct((src.size, pages.block_elements), buffer.dtype)
-    held = chunked(copy_blocks, runs, src.size, buffer.dtype, out_type=rows)(src, now, later, ref)
-    _write_into(ref, later, held, runs, pages)
+    held = chunked(copy_blocks, parts, src.size, buffer.dtype, out_type=rows)(src, now, later, ref)
+    _write_into(ref, later, held, parts, pages)
     return freeze(ref).reshape(buffer.shape)
 
 
@@ -268,7 +307,7 @@ def write_state(call: WriteState) -> jax.Array:
         rows = view_as(call.states[name].astype(dtype).reshape(slots.size, -1), buffer.dtype)
 
         def write_state(each_chunk, row_ref, slot_ref, layer_ref, cache_ref, stage, full, first=first):
-            def move(i, run, start, size):
+            def move(runs, i, run, start, size):
                 live, (*row, column) = _state_place(view, pages, slot_ref[i], layer_ref[0])
 
                 @pl.when(live)
@@ -278,7 +317,7 @@ def write_state(call: WriteState) -> jax.Array:
 
             each_chunk(move)
 
-        moved = chunked(write_state, Runs((), length, 0), slots.size, buffer.dtype)
+        moved = chunked(write_state, (Runs((), length, 0, 0),), slots.size, buffer.dtype)
         moved(rows, slots, jnp.reshape(call.layer, (1,)), ref)
     return freeze(ref).reshape(buffer.shape)
 
@@ -293,7 +332,7 @@ def read_state(call: ReadState) -> dict[str, jax.Array]:
     for _, dtype, first, length in _state_arrays(entry, buffer.dtype):
 
         def read_state(each_chunk, cache_ref, slot_ref, layer_ref, out_ref, stage, full, first=first):
-            def move(i, run, start, size):
+            def move(runs, i, run, start, size):
                 live, (*row, column) = _state_place(view, pages, slot_ref[i], layer_ref[0])
                 source = cache_ref.at[*row, pl.ds(column + first + start, size)]
                 lax.cond(live, lambda: fetch(source, stage, full), lambda: clear(stage))
@@ -302,7 +341,7 @@ def read_state(call: ReadState) -> dict[str, jax.Array]:
             each_chunk(move)
 
         rows = jax.ShapeDtypeStruct((slots.size, length), buffer.dtype)
-        read = chunked(read_state, Runs((), length, 0), slots.size, buffer.dtype, out_type=rows)
+        read = chunked(read_state, (Runs((), length, 0, 0),), slots.size, buffer.dtype, out_type=rows)
         found.append(view_as(read(buffer.reshape(view.shape), slots, jnp.reshape(call.layer, (1,))), dtype))
     return entry.named(found)
 

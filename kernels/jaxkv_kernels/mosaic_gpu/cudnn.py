@@ -36,17 +36,17 @@ def unsupported_reasons(dtype, key_dim: int, value_dim: int) -> Iterator[str]:
 
 
 def attention(
-    q, k, v, q_lens, kv_lens, *, scale: float, causal: bool, window: int | None = None
+    q, k, v, q_lens, kv_lens, *, scale: float, ahead: int | None, window: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """`jaxkv_kernels.xla.expanded.attention` by cuDNN; a `window` needs `causal`.
+    """`jaxkv_kernels.xla.expanded.attention` by cuDNN, of queries that see no later keys (`ahead` is 0), or all (None).
 
-    There are two differences.  Inf or NaN in the values of a token may also reach earlier query tokens of its request.
-    With `causal`, `kv_lens` must be `q_lens`: the queries that are tokens then see no other keys, and without lengths
-    cuDNN is faster (by 16 % for 16 heads and 8,192 tokens on an H200).
+    There are three differences.  A `window` needs an `ahead` of 0.  Inf or NaN in the values of a token may also reach
+    earlier query tokens of its request.  If `ahead` is 0, `kv_lens` must be `q_lens`: the queries that are tokens then
+    see no other keys, and without lengths cuDNN is faster (by 16 % for 16 heads and 8,192 tokens on an H200).
     """
     library = _library()
     options: dict[str, Any] = {"mask_type": library.MaskType.CAUSAL, "sliding_window_length": window}
-    if not causal:
+    if ahead is None:
         options = {"mask_type": library.MaskType.PADDING, "q_seqlen": q_lens, "kv_seqlen": kv_lens}
     results: Any = library.dot_product_attention(q, k, v, scale=scale, return_residual=True, **options)
     out, lse = results
@@ -57,11 +57,11 @@ def attention(
 
 
 def ragged_attention(
-    q, k, v, q_starts, q_lens, kv_starts, kv_lens, *, scale: float, causal: bool
+    q, k, v, q_starts, q_lens, kv_starts, kv_lens, *, scale: float, ahead: int | None
 ) -> tuple[jax.Array, jax.Array]:
     """`jaxkv_kernels.xla.expanded.ragged_attention` by cuDNN, which skips pairs of different requests.
 
-    Inf or NaN in the values of a token may also reach earlier query tokens of its request.
+    `ahead` is 0 or None.  Inf or NaN in the values of a token may also reach earlier query tokens of its request.
     """
     library = _library()
     rows, value_dim = len(q), v.shape[-1]
@@ -77,7 +77,7 @@ def ragged_attention(
     (q_seqlen, q_offsets), (kv_seqlen, kv_offsets) = (
         segments(q_starts, q_lens, rows), segments(kv_starts, kv_lens, k.shape[1]),
     )  # fmt: skip
-    mask = library.MaskType.PADDING_CAUSAL if causal else library.MaskType.PADDING
+    mask = library.MaskType.PADDING if ahead is None else library.MaskType.PADDING_CAUSAL
     results: Any = library.dot_product_attention(
         q, k, v, q_seqlen=q_seqlen, kv_seqlen=kv_seqlen, q_offsets=q_offsets, kv_offsets=kv_offsets, scale=scale,
         mask_type=mask, return_residual=True,

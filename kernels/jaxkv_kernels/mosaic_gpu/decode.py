@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode, later_token_reasons
+from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode, token_scale_reasons
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.mosaic_gpu import gqa, mla_dense, mla_dense_swap_ab, mla_sparse, quantised_swap_ab
 from jaxkv_kernels.mosaic_gpu.attention_reasons import query_dtype
@@ -178,6 +178,7 @@ def kv_unsupported_reasons(call: DecodeKV) -> Iterator[str]:
     yield from _kernel_reasons(call)
     yield from query_dtype(call.entry, call.dtype, "`q`")
     yield from too_large(call.logit_cap)
+    yield from token_scale_reasons(call)
 
 
 def plan_unsupported_reasons(call: PlanDecode) -> Iterator[str]:
@@ -188,7 +189,6 @@ def plan_unsupported_reasons(call: PlanDecode) -> Iterator[str]:
 
 def _kernel_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     """The reasons of the kernel of a call."""
-    yield from later_token_reasons(call)
     rows = rows_of(call)
     if isinstance(call.entry, MLAEntry) and by_slots(call.entry, rows):
         yield from mla_sparse.gathered_reasons(call.entry, call.pages, call.buffer)
@@ -214,11 +214,13 @@ def plan_decode(call: PlanDecode | DecodeCall) -> Plan:
     plan = make_plan(
         call.seq_lens,
         call.block_tables,
+        call.trailing,
         partitions=partitions,
         tokens=call.q_len,
         block_size=call.pages.block_size,
         num_blocks=call.pages.num_blocks,
         window=call.window,
+        ahead=call.ahead,
         batch_invariant=call.batch_invariant,
         step=schedule.step,
         costs=costs,

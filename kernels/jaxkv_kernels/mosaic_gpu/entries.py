@@ -37,7 +37,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages
+from jaxkv_kernels.addressing import Pages, join_runs, split_runs
 from jaxkv_kernels.calls import (
     GatherEntries,
     GatherIndexerK,
@@ -50,13 +50,13 @@ from jaxkv_kernels.calls import (
     WriteIndexerK,
     WriteKV,
     WriteMLA,
+    token_scale_reasons,
 )
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry
 from jaxkv_kernels.mosaic_gpu.entry_copies import EntryBytes, copy_reasons, load_entries, store_entries
 from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.entry_lanes import MOST_VALUES, mover, scale_of, step_of, teams
-from jaxkv_kernels.mosaic_gpu.layout_reasons import apart
 from jaxkv_kernels.mosaic_gpu.ragged_places import place_of
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
@@ -84,16 +84,17 @@ def gather(call: Gather) -> tuple[jax.Array, ...]:
 
 def write_entries(call: WriteEntries) -> jax.Array:
     """Stores the bytes of entries at slots of a layer; returns the new buffer."""
-    return store_entries(call, (call.rows,))
+    return store_entries(call, split_runs(call.pages, call.entry, call.rows, call.buffer.dtype))
 
 
 def gather_entries(call: GatherEntries) -> jax.Array:
     """The bytes of entries, uint8 [total, (H,) nbytes]; rows without a token are 0."""
-    return load_entries(call, EntryBytes(call.entry.nbytes, call.entry.one_head))[0]
+    return join_runs(call.pages, call.entry, load_entries(call, EntryBytes.of(call)))
 
 
 def write_unsupported_reasons(call: Write) -> Iterator[str]:
     """Reasons against a call that writes entries."""
+    yield from token_scale_reasons(call)
     if isinstance(call, WriteMLA) and call.cos_sin is not None:
         yield from _conversion_reasons(call.entry, call.pages, call.buffer.dtype.itemsize)
         if not call.interleaved and call.entry.sizes[-1] % (2 * CHUNK):
@@ -104,6 +105,7 @@ def write_unsupported_reasons(call: Write) -> Iterator[str]:
 
 def gather_unsupported_reasons(call: Gather | Read) -> Iterator[str]:
     """Reasons against a call that gathers entries."""
+    yield from token_scale_reasons(call)
     yield from _move_reasons(call, [call.dtype])
 
 
@@ -118,11 +120,8 @@ def bytes_unsupported_reasons(call: WriteEntries | GatherEntries) -> Iterator[st
     """Reasons against a call that writes or gathers the bytes of entries."""
     if call.entry.split:
         yield "split pages: supports entries whose parts lie together"
-    elif call.pages.num_parts > 1:
-        yield from apart(call.pages, call.entry)
     else:
-        whole = EntryBytes(call.entry.nbytes, call.entry.one_head)
-        yield from copy_reasons(whole, call.pages, call.buffer.dtype.itemsize)
+        yield from copy_reasons(EntryBytes.of(call), call.pages, call.buffer.dtype.itemsize)
 
 
 def _values(call: Write) -> tuple[jax.Array, ...]:
@@ -161,8 +160,6 @@ def _move_reasons(call: Write | Gather | Read, dtypes) -> Iterator[str]:
     itemsize = call.buffer.dtype.itemsize
     if _copied(call.entry, dtypes):
         yield from copy_reasons(call.entry, call.pages, itemsize)
-    elif call.pages.num_parts > 1:
-        yield from apart(call.pages, call.entry)
     else:
         yield from _conversion_reasons(call.entry, call.pages, itemsize)
 

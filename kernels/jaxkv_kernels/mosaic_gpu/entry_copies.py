@@ -42,7 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import Pages, row_view
+from jaxkv_kernels.addressing import Pages, row_views
 from jaxkv_kernels.calls import (
     GatherEntries,
     GatherIndexerK,
@@ -65,17 +65,24 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
 @dataclass(frozen=True)
 class EntryBytes:
-    """What such kernels need to know of an entry: it has one part, its bytes."""
+    """What such kernels need to know of an entry whose bytes are copied: its parts are the runs that it consists of."""
 
-    nbytes: int
+    sizes: tuple[int, ...]
+    """The bytes of each run."""
     one_head: bool
 
     dtype = jnp.dtype(jnp.uint8)
 
+    @staticmethod
+    def of(call: GatherEntries | WriteEntries) -> "EntryBytes":
+        """The bytes of the entries of a call, whose pages are not split."""
+        itemsize = call.buffer.dtype.itemsize
+        return EntryBytes(tuple(part.width * itemsize for part in call.pages.parts), call.entry.one_head)
+
     @property
-    def sizes(self) -> tuple[int]:
+    def nbytes(self) -> int:
         """The number of bytes."""
-        return (self.nbytes,)
+        return sum(self.sizes)
 
 
 WARPS = 4
@@ -141,13 +148,13 @@ def copy_reasons(entry: Entry | EntryBytes, pages: Pages, itemsize: int) -> Iter
         if not size:
             yield "part of 0 values: supports positive numbers of values"
     yield from unaligned({f"part of {size} values": size for size in entry.sizes}, entry.dtype.itemsize)
-    yield from unaligned(steps(pages, ("layer", "token", "head", "part")), itemsize)
+    yield from unaligned(steps(pages, ("layer", "token", "head")), itemsize)
     token = pages.num_heads * entry.nbytes
     if token * token_ways(pages.num_heads) > MOST_BYTES:
         most = MOST_BYTES // token_ways(pages.num_heads)
         yield f"a token of {token} bytes in all heads: supports at most {most}, which shared memory holds"
     try:
-        row_view(pages)
+        row_views(pages)
     except ValueError as error:
         yield str(error)
 
@@ -162,9 +169,9 @@ def store_entries(call: WriteMLA | WriteKV | WriteIndexerK | WriteEntries, parts
     count, interpret = slots.shape[0], bool(interpreting.value)
     if not count:
         return buffer
-    view, dtype = row_view(pages), buffer.dtype
+    views, dtype = row_views(pages), buffer.dtype
     parts = [view_as(part, dtype).reshape(count, pages.num_heads, -1) for part in parts]
-    sizes = [part.shape[-1] for part in parts]
+    sizes, apart = [part.shape[-1] for part in parts], pages.values is not None
     share = warp_share(count, pages.num_heads, pages.num_heads * sum(sizes) * dtype.itemsize, interpret=interpret)
 
     def store(*refs):
@@ -191,9 +198,10 @@ def store_entries(call: WriteMLA | WriteKV | WriteIndexerK | WriteEntries, parts
                 in_block = slot - block * pages.block_size
                 before = 0
                 for part, (stage, size) in enumerate(zip(staged, sizes, strict=True)):
-                    *row, column = view.index(layer=layer, block=block, head=head, token=in_block, part=part)
+                    view = views[part] if apart else views[0]
+                    *row, column = view.index(layer=layer, block=block, head=head, token=in_block)
                     plgpu.copy_smem_to_gmem(stage.at[token, head], cache_ref.at[*row, pl.ds(column + before, size)])
-                    before += size if pages.num_parts == 1 else 0
+                    before += 0 if apart else size
                 return ()
 
             for token, slot, keep in found:
@@ -204,7 +212,7 @@ def store_entries(call: WriteMLA | WriteKV | WriteIndexerK | WriteEntries, parts
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    ref = jax.new_ref(buffer.reshape(view.shape))
+    ref = jax.new_ref(buffer.reshape(views[0].shape))
     kernel(
         store,
         interpret=interpret,
@@ -228,11 +236,12 @@ WARPGROUP_BYTES = 128 * 8
 def load_entries(call: GatherMLA | GatherKV | GatherIndexerK | GatherEntries, entry: Entry | EntryBytes):
     """The entry's parts [total, (H,) n_i] of the tokens of ragged runs; 0 in rows without a token."""
     buffer, pages, total, interpret = call.buffer, call.pages, call.total, bool(interpreting.value)
-    view, dtype, heads, width, runs = row_view(pages), buffer.dtype, pages.num_heads, pages.width, pages.num_parts
+    views, dtype, heads, runs = row_views(pages), buffer.dtype, pages.num_heads, pages.parts
     sizes = [size * entry.dtype.itemsize // dtype.itemsize for size in entry.sizes]
-    token_bytes = runs * heads * width * dtype.itemsize
-    share = warp_share(total, heads, token_bytes, interpret=interpret, least=token_ways(heads))
-    together = share.heads if pages.head_stride == width else 1
+    width = sum(run.width for run in runs)
+    share = warp_share(total, heads, heads * width * dtype.itemsize, interpret=interpret, least=token_ways(heads))
+    together = share.heads if all(run.head_stride == run.width for run in runs) else 1
+    begins = [heads * sum(run.width for run in runs[:i]) for i in range(len(runs))]  # in shared memory, per token
     zeros_unit = WARPGROUP_BYTES // dtype.itemsize
     starts = [] if call.seq_starts is None else [call.seq_starts]
 
@@ -258,11 +267,11 @@ def load_entries(call: GatherMLA | GatherKV | GatherIndexerK | GatherEntries, en
                     entry_at = dict(
                         layer=jnp.where(in_cache, layer, 0), block=place.block, head=head, token=place.token
                     )
-                    for run in range(runs):
-                        *row, column = view.index(**entry_at, part=run)
+                    for run, view, begin in zip(runs, views, begins, strict=True):
+                        *row, column = view.index(**entry_at)
                         plgpu.copy_gmem_to_smem(
-                            cache_ref.at[*row, pl.ds(column, together * width)],
-                            stage.at[token, pl.ds((run * heads + head) * width, together * width)],
+                            cache_ref.at[*row, pl.ds(column, together * run.width)],
+                            stage.at[token, pl.ds(begin + head * run.width, together * run.width)],
                             landed,
                             oob_mode=IN_BOUNDS,
                         )
@@ -278,11 +287,13 @@ def load_entries(call: GatherMLA | GatherKV | GatherIndexerK | GatherEntries, en
             def send(live, token):
                 def one(i, _):
                     head = share.first_head(warp) + i
-                    column = head * width
-                    for ref, size in zip(out_refs, sizes, strict=True):
+                    column = head * runs[0].width
+                    for part, (ref, size) in enumerate(zip(out_refs, sizes, strict=True)):
+                        if part and len(runs) > 1:
+                            column = begins[part] + head * runs[part].width
                         source = stage.at[token, pl.ds(column, size)] if live else zeros.at[pl.ds(0, size)]
                         plgpu.copy_smem_to_gmem(source, ref.at[first + token, head])
-                        column = column + (size if runs == 1 else heads * width)
+                        column = column + size  # where the next part is, in an entry of one run
                     return ()
 
                 lax.fori_loop(0, share.heads, one, ())
@@ -305,10 +316,10 @@ def load_entries(call: GatherMLA | GatherKV | GatherIndexerK | GatherEntries, en
         num_threads=1,
         thread_name="wg",
         scratch_types=(
-            plgpu.SMEM((share.tokens, runs * heads * width), dtype),
+            plgpu.SMEM((share.tokens, heads * width), dtype),
             plgpu.SMEM((-(-max(sizes) // zeros_unit) * zeros_unit,), dtype),
-            plgpu.Barrier(num_arrivals=runs * share.heads // together, num_barriers=WARPS * share.rounds),
+            plgpu.Barrier(num_arrivals=len(runs) * share.heads // together, num_barriers=WARPS * share.rounds),
         ),
-    )(buffer.reshape(view.shape), call.block_tables, call.cu_seq_lens, jnp.reshape(call.layer, (1,)), *starts)
+    )(buffer.reshape(views[0].shape), call.block_tables, call.cu_seq_lens, jnp.reshape(call.layer, (1,)), *starts)
     rows = (total,) if entry.one_head else (total, heads)
     return tuple(view_as(part, entry.dtype).reshape(*rows, -1) for part in parts)

@@ -7,58 +7,13 @@ from typing import Any
 
 from jaxkv_kernels import formats
 from jaxkv_kernels.addressing import Pages
-from jaxkv_kernels.formats import indexer_fp8
 from jaxkv_kernels.formats.entries import Entry
-from jaxkv_kernels.formats.latents import fp8_ds_mla, fp8_v4, mxfp4_ds_mla, nvfp4_ds_mla
+from jaxkv_kernels.formats.scales import NO_SCALES, RULES, ScaleRule
 
 CHUNK = 8
 """Values that a lane moves at once: 16 bytes of bf16."""
 WIDEST = 16
 """Bytes of the widest load or store of a lane."""
-
-
-@dataclass(frozen=True)
-class ScaleRule:
-    """How the scales of a format's tiles are computed from the largest magnitude of a tile, and stored."""
-
-    values: str
-    """The dtype of the values that have scales: e4m3, e2m1x2 or int8.  Others of the same entry have none."""
-    stored: str
-    """float32; e8m0; e4m3.  The first two are powers of two, but for int8 values."""
-    smallest_exponent: int = 0
-    """Of a power of two."""
-    round_up: bool = False
-    """Whether an e4m3 scale is rounded up, instead of to nearest."""
-    columns: int = 1
-    """The bytes of scales are permuted: that of tile t is byte n / columns * (t % columns) + t // columns of n."""
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes per scale."""
-        return 4 if self.stored == "float32" else 1
-
-    @property
-    def power_of_two(self) -> bool:
-        """Whether scales are powers of two."""
-        return self.stored != "e4m3" and self.values != "int8"
-
-    @property
-    def largest(self) -> float:
-        """The largest magnitude of the values."""
-        return {"e4m3": 448.0, "e2m1x2": 6.0, "int8": 127.0}[self.values]
-
-
-RULES = {
-    "fp8_ds_mla": ScaleRule("e4m3", "float32", fp8_ds_mla.SMALLEST_EXPONENT),
-    "indexer_fp8": ScaleRule("e4m3", "float32", indexer_fp8.SMALLEST_EXPONENT),
-    "fp8_v4": ScaleRule("e4m3", "e8m0", fp8_v4.SMALLEST_EXPONENT),
-    "nvfp4_ds_mla": ScaleRule("e2m1x2", "e4m3", round_up=True, columns=nvfp4_ds_mla.COLUMNS),
-    "mxfp4_ds_mla": ScaleRule("e2m1x2", "e8m0", mxfp4_ds_mla.SMALLEST_EXPONENT),
-    "int8": ScaleRule("int8", "float32"),
-    "nvfp4": ScaleRule("e2m1x2", "e4m3"),
-}
-"""By format, for formats that store scales."""
-NO_SCALES = ScaleRule("", "")
 
 
 @dataclass(frozen=True)
@@ -113,17 +68,22 @@ class Field:
 
 def fields_of(entry: Entry, pages: Pages, itemsize: int) -> tuple[Field, ...]:
     """The fields of an entry in a buffer whose elements have `itemsize` bytes."""
-    parts = {part.name: part for part in entry.fields(pages.block_size if entry.split else 1)}
+    planes = [entry.fields(pages.block_size if entry.split else 1)] if pages.values is None else entry.planes
+    parts = {part.name: part for plane in planes for part in plane}
+    addresses = {
+        part.name: _address(part, own, itemsize)
+        for plane, own in zip(planes, pages.parts, strict=True)
+        for part in plane
+    }
     values = [part for name, part in parts.items() if "scales" not in name and name != "padding"]
     rule, padding, found = RULES.get(entry.format, NO_SCALES), parts.get("padding"), []
-    zeros = None if padding is None else (_address(padding, pages, itemsize), padding.count)
+    zeros = None if padding is None else (addresses["padding"], padding.count)
     for number, (part, count) in enumerate(zip(values, entry.sizes, strict=True)):
-        field = Field(number, count, part.dtype, _address(part, pages, itemsize), entry.codec.scaled)
+        field = Field(number, count, part.dtype, addresses[part.name], entry.codec.scaled)
         if part.dtype == rule.values:
             whole = next(part for name, part in parts.items() if "scales" in name)
             scales = parts.get(f"{part.name} scales", whole)
-            tile, address = count // scales.count, _address(scales, pages, itemsize)
-            field = replace(field, scales=address, rule=rule, tile=tile, padding=zeros)
+            field = replace(field, scales=addresses[scales.name], rule=rule, tile=count // scales.count, padding=zeros)
         found.append(field)
     return tuple(found)
 

@@ -61,7 +61,7 @@ from jaxkv_kernels.calls import DecodeCall, DecodeKV, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import values_of
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
-from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values
+from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values, ends_of, first_seen, first_unmasked
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, floordiv, multiply_add, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, consumer_registers
@@ -152,24 +152,27 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
     """
     batch, heads, padded, head_dim = q.shape
     tokens, group = call.q.shape[1], call.q.shape[2] // heads
-    plan, window, logit_cap = call.plan, call.window, call.logit_cap
+    plan, window, ahead, logit_cap = call.plan, call.window, call.ahead, call.logit_cap
     buffer, pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
     value_dim, dtype = call.entry.value_dim, q.dtype
     columns = value_dim + -value_dim % 128  # `combine` loads rows of whole chunks
     row_tiles = -(-tokens * group // TILE)
     stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, including those that TMA clips
     per_tile = min(padded, TILE)  # the same for arrays with one value per row: TMA does not clip copies to them
-    view = token_rows(pages)
-    apart = pages.num_parts > 1  # keys and values, each in a tile of its own; otherwise side by side in one tile
+    views = [token_rows(part) for part in pages.parts]
+    apart = len(views) > 1  # keys and values, each in a tile of its own; otherwise side by side in one tile
     first_value = 0 if apart else head_dim
     stages, query_stages = _stages(config, head_dim, value_dim, dtype.itemsize)
     softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def body(
-        q_ref, kv_ref, table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref,
-        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
-        q, kv, other, stats, q_full, done, kv_full, kv_free, both, taken, operands: Any = None
+        q_ref, *refs, q, kv, other, stats, q_full, done, kv_full, kv_free, both, taken,
+        v: Any = None, operands: Any = None
     ):  # fmt: skip
+        kv_refs, refs = refs[: len(views)], refs[len(views) :]
+        table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref, *refs = refs
+        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = refs
+        values_in = v if apart else kv
         pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, head_and_tile, wg = (lax.axis_index(axis) for axis in ("partition", "tile", "wg"))
         head = floordiv(head_and_tile, row_tiles)
@@ -177,12 +180,6 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
         table = PageTable(table_ref, pages)
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
         first, work_end, first_tile = load_work_range(partitions_ref, partition)
-
-        def keys_at(stage):
-            return (stage, 0) if apart else (stage,)
-
-        def values_at(stage):
-            return (stage, 1) if apart else (stage,)
 
         def query_stage_of(n):
             return lax.rem(n - first, jnp.int32(query_stages))
@@ -196,10 +193,11 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
 
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
-            paged = PagedKeys(kv_ref, view, table, jnp.where(in_cache, layer_ref[0], 0), head)
+            layer = jnp.where(in_cache, layer_ref[0], 0)
+            paged = [PagedKeys(ref, view, table, layer, head) for ref, view in zip(kv_refs, views, strict=True)]
 
             def look_up(tile: WorkTile, i):
-                return tuple(paged.look_up(tile.request, first_token_of(tile, i, side)) for side in range(2))
+                return tuple(paged[0].look_up(tile.request, first_token_of(tile, i, side)) for side in range(2))
 
             def fetch(found, first_token, side, used):
                 stage = 2 * lax.rem(used, jnp.int32(stages)) + side
@@ -208,14 +206,11 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
                 def _():
                     plgpu.barrier_wait(kv_free.at[stage])
 
-                if apart:
-                    fetched = [Columns(0, head_dim, kv.at[stage, p], kv_full.at[stage], p) for p in range(2)]
-                else:
-                    fetched = [Columns(0, head_dim + value_dim, kv.at[stage], kv_full.at[stage])]
-                paged.fetch(found, first_token, *fetched)
+                for each, into in zip(paged, (kv, v), strict=False):
+                    each.fetch(found, first_token, Columns(0, into.shape[-1], into.at[stage], kv_full.at[stage]))
 
             def store_result(n):
-                request, *_, split, _ = load_work_tile(work_tiles_ref, n)
+                tile = load_work_tile(work_tiles_ref, n)
                 stage = query_stage_of(n)
                 plgpu.barrier_wait(done.at[stage])
 
@@ -231,13 +226,14 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
                             per_row = stats.at[2 + 2 * stage + i, pl.ds(0, per_tile)]
                             plgpu.copy_smem_to_gmem(per_row, to.at[pl.ds(first_row, per_tile)])
 
-                @pl.when(split < 0)
+                @pl.when(tile.split < 0)
                 def _():
-                    store_to(request, out_ref, lse_ref.at[request, head])
+                    store_to(tile.request, out_ref, lse_ref.at[tile.request, head])
 
-                @pl.when(split >= 0)
+                @pl.when(tile.split >= 0)
                 def _():
-                    store_to(split, split_out_ref, split_lse_ref.at[split, head], split_scale_ref.at[split, 0, head])
+                    lse_to, scale_to = split_lse_ref.at[tile.split, head], split_scale_ref.at[tile.split, 0, head]
+                    store_to(tile.split, split_out_ref, lse_to, scale_to)
 
             def fetch_queries(request, n):
                 stage = query_stage_of(n)
@@ -295,29 +291,28 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
 
             def run(n, carry):
                 used, tile = carry
-                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
-                request, begin, _, keys, unmasked_end, split, origin = tile
+                next_tile = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
+                request, begin, split = tile.request, tile.begin, tile.split
                 end = end_of(side, tile)
-                length = jnp.where(in_cache, origin + keys, 0)
-                unmasked_end = jnp.clip(jnp.where(in_cache, unmasked_end, 0), begin, jnp.maximum(end, begin))
-                unmasked_begin, first_seen = begin, None
-                if window is not None:  # in earlier pairs, some row's window begins after the pair's first key
-                    inside = floordiv(jnp.maximum(keys - window, 0) + (PAIR - 1), PAIR)
-                    unmasked_begin = jnp.clip(inside, begin, unmasked_end)
-                    first_seen = length - tokens - window + 1
+                ends = ends_of(tile, jnp.where(in_cache, tile.origin + tile.keys, 0))
+                unmasked_end = jnp.clip(jnp.where(in_cache, tile.unmasked_end, 0), begin, jnp.maximum(end, begin))
+                unmasked_begin = begin
+                if window is not None:
+                    unmasked_begin = jnp.clip(first_unmasked(tile, PAIR, window), begin, unmasked_end)
+                first_seen_token = first_seen(ends, tokens, window)
                 query_stage = query_stage_of(n)
 
                 def mask(i, s):
                     return apply_mask(
-                        s, table, request, first_token_of(tile, i, side), first_row, length,
-                        tokens=tokens, heads=group, keys=1, window=window,
+                        s, table, request, first_token_of(tile, i, side), first_row, ends,
+                        tokens=tokens, heads=group, keys=1, window=window, ahead=ahead,
                     )  # fmt: skip
 
                 def scores(i, stage, z, masked):
                     def product(acc):
                         plgpu.barrier_wait(kv_full.at[stage])
                         for c, columns in enumerate(chunks_of(head_dim)):
-                            keys = kv.at[*keys_at(stage), :, columns]
+                            keys = kv.at[stage, :, columns]
                             plgpu.wgmma(acc, q.at[query_stage + z, c], keys.transpose((1, 0)))
                         return acc[...]
 
@@ -341,11 +336,11 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
                     def _():
                         first_token = first_token_of(tile, i, side)
                         clear_values(
-                            kv, values_at(stage), first_value, value_dim, table, request, first_token, length,
-                            first_seen=first_seen, interpret=interpret,
+                            values_in, (stage,), first_value, value_dim, table, request, first_token, ends.seen,
+                            first_seen=first_seen_token, interpret=interpret,
                         )  # fmt: skip
 
-                    values = kv.at[*values_at(stage), :, pl.ds(first_value, value_dim)]
+                    values = values_in.at[stage, :, pl.ds(first_value, value_dim)]
                     acc, _ = multiply_add(acc, w.astype(dtype), values, scratch=scratch)
                     plgpu.barrier_arrive(kv_free.at[stage])
                     return acc, running_max, row_sum + fold_columns(jnp.add, w)
@@ -395,7 +390,7 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
                         stage_result(lax.bitcast_convert_type(values, dtype), lse, magnitude)
 
                     plgpu.barrier_arrive(done.at[query_stage])
-                return used + jnp.maximum(end - begin, 0), ahead
+                return used + jnp.maximum(end - begin, 0), next_tile
 
             lax.fori_loop(first, work_end, run, (jnp.int32(0), first_tile))
 
@@ -417,12 +412,13 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
         scratch_types={
             # In chunks of columns, so that it holds both queries, as wide as keys, and results, as wide as values.
             "q": swizzled(query_stages, max(head_dim, value_dim) // CHUNK, TILE, CHUNK, dtype=dtype),
-            "kv": swizzled(2 * stages, *((2, TILE, head_dim) if apart else (TILE, head_dim + value_dim)), dtype=dtype),
+            "kv": swizzled(2 * stages, TILE, head_dim if apart else head_dim + value_dim, dtype=dtype),
+            **({"v": swizzled(2 * stages, TILE, value_dim, dtype=dtype)} if apart else {}),
             "other": swizzled(TILE, value_dim, dtype=jnp.float32),
             "stats": plgpu.SMEM((2 + 2 * query_stages, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=head_dim // CHUNK, num_barriers=query_stages),
             "done": plgpu.Barrier(num_barriers=query_stages),
-            "kv_full": plgpu.Barrier(num_arrivals=pages.num_parts * copies_per_tile(pages), num_barriers=2 * stages),
+            "kv_full": plgpu.Barrier(num_arrivals=len(views) * copies_per_tile(pages), num_barriers=2 * stages),
             "kv_free": plgpu.Barrier(num_barriers=2 * stages),
             "both": plgpu.Barrier(num_arrivals=2),
             "taken": plgpu.Barrier(),
@@ -430,7 +426,7 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
             **({"operands": swizzled(2, TILE, TILE, dtype=dtype)} if interpret else {}),
         },
     )(
-        q, view.of(buffer), call.block_tables, jnp.reshape(call.layer, (1,)), jnp.reshape(call.scale, (1,)),
-        plan.partitions, plan.work_tiles, plan.split_requests,
+        q, *(view.of(buffer) for view in views), call.block_tables, jnp.reshape(call.layer, (1,)),
+        jnp.reshape(call.scale, (1,)), plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
     return KernelResults(*results)

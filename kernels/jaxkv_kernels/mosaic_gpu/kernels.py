@@ -26,6 +26,7 @@ from jaxkv_kernels.mosaic_gpu.runtime import device
 from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, CLOCK, REDUX, WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.stamp import stamp
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan
+from jaxkv_kernels.xla.masked import decode_by_parts, plan_by_parts, reasons_by_parts
 
 _MOVED_MLA: Listed = {MLAEntry: ("bf16", "f16", "f32", "fp8", "fp8_ds_mla", *GATHERED)}
 _MOVED_KV: Listed = {KVEntry: ("bf16", "f16", "f32", "fp8", "int8", "nvfp4")}
@@ -94,21 +95,22 @@ class MosaicGPU(Kernels):
     def read_indexer_k(self, call: calls.ReadIndexerK) -> jax.Array:
         return self.gather_indexer_k(call.gather())
 
-    @supports({**_MLA, **_KV}, decode.plan_unsupported_reasons, _on(WGMMA))
-    def plan_decode(self, call: calls.PlanDecode) -> Plan:
-        return decode.plan_decode(call)
+    @supports({**_MLA, **_KV}, reasons_by_parts(decode.plan_unsupported_reasons), _on(WGMMA))
+    def plan_decode(self, call: calls.PlanDecode) -> Plan | tuple[Plan, ...]:
+        return plan_by_parts(call, decode.plan_decode)
 
-    @supports(_MLA, decode.mla_unsupported_reasons, _on(WGMMA))
+    @supports(_MLA, reasons_by_parts(decode.mla_unsupported_reasons), _on(WGMMA))
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
-        return decode.decode_mla(call)
+        return decode_by_parts(call, decode.decode_mla)
 
     @supports(_MLA, mla_sparse.unsupported_reasons, _on(WGMMA))
-    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
-        return mla_sparse.decode_mla_sparse(call)
+    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array, None]:
+        out, lse = mla_sparse.decode_mla_sparse(call)
+        return out, lse, None
 
-    @supports(_KV, decode.kv_unsupported_reasons, _on(WGMMA))
+    @supports(_KV, reasons_by_parts(decode.kv_unsupported_reasons), _on(WGMMA))
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
-        return decode.decode_kv(call)
+        return decode_by_parts(call, decode.decode_kv)
 
     @supports(_MOVED_MLA, entries.gather_unsupported_reasons, _on(BULK_COPIES))
     def prefill_mla(self, call: calls.PrefillMLA) -> tuple[jax.Array, jax.Array]:

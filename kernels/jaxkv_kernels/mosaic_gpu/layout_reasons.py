@@ -14,15 +14,22 @@ BULK = 16
 
 def apart(pages: Pages, entry: Entry) -> Iterator[str]:
     """A reason against caches whose keys and values lie apart."""
-    if pages.num_parts > 1:
+    if pages.values is not None:
         yield f"keys and values of format {entry.format!r} that lie apart: supports values that follow their keys"
 
 
 def steps(pages: Pages, axes: Collection[str]) -> dict[str, int]:
-    """The offset, and the strides of blocks and of `axes`, in elements; axes of length 1 have no step."""
-    inner = {f"{axis} stride": stride for axis, count, stride in pages.inner_axes if axis in axes and count > 1}
-    block = {"block stride": pages.block_stride} if pages.num_blocks > 1 else {}
-    return {"offset": pages.offset, **inner, **block}
+    """The offset, and the strides of blocks and of `axes`, in elements; axes of length 1 have no step.
+
+    Values that do not follow their keys have their own.
+    """
+    found = {}
+    for name, part in zip(("", "value "), pages.parts, strict=False):
+        found[f"{name}offset"] = part.offset
+        found |= {f"{name}{axis} stride": step for axis, count, step in part.inner_axes if axis in axes and count > 1}
+        if part.num_blocks > 1:
+            found[f"{name}block stride"] = part.block_stride
+    return found
 
 
 def unaligned(elements: Mapping[str, int], itemsize: int) -> Iterator[str]:
@@ -40,10 +47,11 @@ def block_sizes(pages: Pages) -> Iterator[str]:
 
 def origins(pages: Pages, buffer: jax.Array) -> Iterator[str]:
     """Reasons against copying from where the strides put pages."""
-    strides = steps(pages, ("layer", "token", "head", "part"))
+    strides = steps(pages, ("layer", "token", "head"))
     yield from unaligned({**strides, "buffer": pages.size}, buffer.dtype.itemsize)
-    if pages.size // origin_step(pages) >= ROW_LIMIT:
+    step = min(map(origin_step, pages.parts))
+    if pages.size // step >= ROW_LIMIT:
         yield (
-            f"a buffer of {pages.size} elements whose strides are multiples of {origin_step(pages)} only: supports "
-            f"fewer than 2**31 steps of that size"
+            f"a buffer of {pages.size} elements whose strides are multiples of {step} only: supports fewer than 2**31 "
+            f"steps of that size"
         )

@@ -2,7 +2,7 @@
 
 import math
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -18,37 +18,55 @@ MASKED = -math.inf
 """The score of a masked key."""
 
 
+class Ends(NamedTuple):
+    """Where the tokens of a work tile's request end."""
+
+    seen: Any
+    """The position after the last token that some query token sees; 0 if the layer is not in the cache."""
+    queries: Any
+    """The position after the last query token, if the layer is in the cache."""
+
+
 def apply_mask(
-    scores, table: PageTable, request, first_token, first_row, length, *, tokens, heads, keys: int,
-    window: int | None = None,
+    scores, table: PageTable, request, first_token, first_row, ends: Ends, *, tokens, heads, keys: int,
+    window: int | None = None, ahead: int | None = 0,
 ):  # fmt: skip
     """`scores` with MASKED where a row does not see the key.
 
-    A row sees keys in valid blocks, up to its own token (causal) and within `length` and the window.
-
-    Keys lie along axis `keys`, rows along the other one.  The `tokens` query tokens are the last tokens of the request,
-    which has `length` tokens.  Each query token has `heads` consecutive rows.
+    A row sees keys in valid blocks, up to `ahead` tokens after its own and, with a window, the last `window` up to its
+    own.  Keys lie along axis `keys`, rows along the other one.  Each of the `tokens` query tokens has `heads`
+    consecutive rows.
     """
     token = plgpu.broadcasted_iota(jnp.int32, scores.shape, keys, layout=WGMMA) + first_token
     row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1 - keys, layout=WGMMA) + first_row
-    own = length - tokens + row // heads
-    scores = jnp.where(token <= own, scores, MASKED)
+    own = ends.queries - tokens + row // heads
+    if ahead is not None:
+        scores = jnp.where((token - ahead if ahead else token) <= own, scores, MASKED)
+    if ahead != 0:
+        scores = jnp.where(token < ends.seen, scores, MASKED)
     if window is not None:
         scores = jnp.where(token > own - window, scores, MASKED)
     return table.mask_unknown(request, first_token, token, scores, MASKED)
 
 
-def seen_tokens(tile: WorkTile, in_cache, step: int, window: int | None):
-    """The length of a work tile's request, and the steps (first, end) that need no mask; `step`: tokens per step.
+def ends_of(tile: WorkTile, seen) -> Ends:
+    """The ends of a work tile, by the one of what is seen."""
+    return Ends(seen, seen if tile.beyond is None else seen - tile.beyond)
 
-    The length is 0 if the layer is not in the cache.
-    """
+
+def seen_tokens(tile: WorkTile, in_cache, step: int, window: int | None):
+    """The ends of a work tile, and the steps (first, end) that need no mask; `step`: tokens per step."""
     keys, unmasked_end = (jnp.where(in_cache, x, 0) for x in (tile.keys, tile.unmasked_end))
     if window is None:
-        return keys, (None, unmasked_end)
-    # In steps before the first, some row's window begins after the step's first key.
-    unmasked_begin = floordiv(jnp.maximum(tile.keys - window, 0) + (step - 1), step)
-    return jnp.where(in_cache, tile.origin + tile.keys, 0), (unmasked_begin, unmasked_end)
+        return ends_of(tile, keys), (None, unmasked_end)
+    unmasked_begin = first_unmasked(tile, step, window)
+    return ends_of(tile, jnp.where(in_cache, tile.origin + tile.keys, 0)), (unmasked_begin, unmasked_end)
+
+
+def first_unmasked(tile: WorkTile, step: int, window: int):
+    """The first step that needs no mask: in those before it, some row's window begins after the step's first key."""
+    keys = tile.keys if tile.beyond is None else tile.keys - tile.beyond
+    return floordiv(jnp.maximum(keys - window, 0) + (step - 1), step)
 
 
 def is_masked(unmasked, step):
@@ -67,9 +85,9 @@ def divided_by_masks(begin, end, unmasked):
     return (begin, first, True), (first, last, False), (last, end, True)
 
 
-def first_seen(length, tokens: int, window: int | None):
+def first_seen(ends: Ends, tokens: int, window: int | None):
     """The first token that some query token of a request sees; None without a window."""
-    return None if window is None else length - tokens - window + 1
+    return None if window is None else ends.queries - tokens - window + 1
 
 
 def clear_values(

@@ -208,7 +208,7 @@ def attend(
     batch, rows, latent = queries[0].shape
     rope = queries[1].shape[-1] if len(queries) > 1 else 0
     _, tokens, heads, _ = call.q_latent.shape
-    plan, window, logit_cap = call.plan, call.window, call.logit_cap
+    plan, window, ahead, logit_cap = call.plan, call.window, call.ahead, call.logit_cap
     buffer, pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
     half_width = -(-latent // (2 * TILE)) * TILE
     filled = half_width, latent - half_width  # columns of each half that belong to the latent
@@ -404,7 +404,7 @@ def attend(
                 """The columns of a half of queries or keys that belong to the latent."""
                 return ref.at[place] if filled[half] == half_width else ref.at[*place, :, pl.ds(0, filled[half])]
 
-            def scores(queries, i, request, origin, length, masked, last):
+            def scores(queries, i, request, origin, ends, masked, last):
                 z, (q_rope, row_scale) = opaque_zero(i), queries
                 stage = z + side
                 near, far = (0, 1) if side == 0 else (1, 0)
@@ -435,23 +435,24 @@ def attend(
                     s = cap_scores(s, logit_cap)
 
                 mask = partial(
-                    masks.apply_mask, table=table, request=request, first_row=first_row, length=length, tokens=tokens,
-                    first_token=from_origin(origin, (2 * i + side) * TILE), heads=heads, keys=1, window=window,
+                    masks.apply_mask, table=table, request=request, first_row=first_row, ends=ends, tokens=tokens,
+                    first_token=from_origin(origin, (2 * i + side) * TILE), heads=heads, keys=1,
+                    window=window, ahead=ahead,
                 )  # fmt: skip
                 return mask(s) if masked is True else s if masked is False else lax.cond(masked, mask, lambda s: s, s)
 
-            def clear(i, t, request, origin, length):
+            def clear(i, t, request, origin, ends):
                 place, token = (opaque_zero(i) + t, jnp.int32(side)), from_origin(origin, (2 * i + t) * TILE)
                 masks.clear_values(
-                    k, place, 0, half_width, table, request, token, length,
-                    first_seen=masks.first_seen(length, tokens, window), interpret=interpret,
+                    k, place, 0, half_width, table, request, token, ends.seen,
+                    first_seen=masks.first_seen(ends, tokens, window), interpret=interpret,
                 )  # fmt: skip
 
-            def add_values(weights, i, t, request, origin, length, masked, acc, meanwhile=None):
+            def add_values(weights, i, t, request, origin, ends, masked, acc, meanwhile=None):
                 """acc + weights @ (this side's half of a tile's values), and the result of `meanwhile`."""
                 z = opaque_zero(i)
                 if masked is not False:
-                    pl.when(masked)(partial(clear, i, t, request, origin, length))
+                    pl.when(masked)(partial(clear, i, t, request, origin, ends))
                 return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=scratch)
 
             def share_max(running_max):
@@ -470,20 +471,20 @@ def attend(
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(p_ready[t])
 
-            def pair0(queries, request, origin, length, unmasked, last, i, carry):
+            def pair0(queries, request, origin, ends, unmasked, last, i, carry):
                 acc, old_max, row_sum = carry
                 masked = unmasked if quantised else masks.is_masked(unmasked, i)
-                s = scores(queries, i, request, origin, length, masked, last)
+                s = scores(queries, i, request, origin, ends, masked, last)
                 max0 = softmax.update_max(s, old_max, share_max)
                 w16, added = share_weights(s, max0, 0)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
-                acc, _ = add_values(w16, i, 0, request, origin, length, masked, acc)
+                acc, _ = add_values(w16, i, 0, request, origin, ends, masked, acc)
                 plgpu.barrier_arrive(k_free[0])
                 plgpu.barrier_wait(p_ready[1])
                 max1 = plgpu.load(stats.at[0], layout=ROW)
                 z = opaque_zero(i)
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
-                acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, request, origin, length, masked, acc)
+                acc, _ = add_values(p.at[z + p.shape[0] - 1], i, 1, request, origin, ends, masked, acc)
 
                 @pl.when(i != last)
                 def _():
@@ -491,10 +492,10 @@ def attend(
 
                 return acc, max1, row_sum
 
-            def pair1(queries, request, origin, length, unmasked, last, i, carry):
+            def pair1(queries, request, origin, ends, unmasked, last, i, carry):
                 acc, old_max, row_sum = carry
                 masked = unmasked if quantised else masks.is_masked(unmasked, i)
-                s = scores(queries, i, request, origin, length, masked, last)
+                s = scores(queries, i, request, origin, ends, masked, last)
                 plgpu.barrier_wait(p_ready[0])
                 max0 = plgpu.load(stats.at[0], layout=ROW)
                 acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
@@ -505,7 +506,7 @@ def attend(
 
                 z = opaque_zero(i)
                 acc, (max1, w16, added) = add_values(
-                    p.at[z], i, 0, request, origin, length, masked, acc, meanwhile=softmax_of_tile_1
+                    p.at[z], i, 0, request, origin, ends, masked, acc, meanwhile=softmax_of_tile_1
                 )
                 plgpu.barrier_arrive(k_free[1])
 
@@ -513,7 +514,7 @@ def attend(
                     pl.when(i == last)(lambda: plgpu.barrier_arrive(p_free))
                 acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
                 late = partial(share, w16, 1) if quantised else None
-                acc, _ = add_values(w16, i, 1, request, origin, length, masked, acc, meanwhile=late)
+                acc, _ = add_values(w16, i, 1, request, origin, ends, masked, acc, meanwhile=late)
 
                 @pl.when(i != last)
                 def _():
@@ -524,9 +525,11 @@ def attend(
             step = (pair0, pair1)[side]
 
             def run(n, tile: WorkTile):
-                ahead = own_part(load_work_tile(work_tiles_ref, n + 1))  # the loads proceed while this one is computed
-                request, begin, end, _, _, split, origin = tile
-                length, unmasked = masks.seen_tokens(tile, in_cache, PAIR, window)
+                next_tile = own_part(
+                    load_work_tile(work_tiles_ref, n + 1)
+                )  # the loads proceed while this one is computed
+                request, begin, end, split, origin = tile.request, tile.begin, tile.end, tile.split, tile.origin
+                ends, unmasked = masks.seen_tokens(tile, in_cache, PAIR, window)
                 queries = load_queries()
                 last = end - 1
                 if side == 0:
@@ -534,10 +537,10 @@ def attend(
                 carry = zeros(TILE, half_width), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
                 if quantised:  # in a loop of their own, pairs without a mask take fewer registers
                     for low, high, masked in masks.divided_by_masks(begin, end, unmasked):
-                        one = partial(step, queries, request, origin, length, masked, last)
+                        one = partial(step, queries, request, origin, ends, masked, last)
                         carry = lax.fori_loop(low, high, one, carry)
                 else:
-                    one = partial(step, queries, request, origin, length, unmasked, last)
+                    one = partial(step, queries, request, origin, ends, unmasked, last)
                     carry = lax.fori_loop(begin, end, one, carry)
                 acc, running_max, row_sum = carry
                 if filled[side] < half_width:  # other columns hold products with rotary keys
@@ -552,7 +555,7 @@ def attend(
                     epilogue.store(*found)
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 plgpu.barrier_arrive(k_free[2 + side])
-                return ahead
+                return next_tile
 
             lax.fori_loop(first, end, run, first_tile)
 

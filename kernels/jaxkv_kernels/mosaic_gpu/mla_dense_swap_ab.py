@@ -124,7 +124,7 @@ def attend(call: DecodeMLA, queries: Sequence[jax.Array], config: MLASwapABConfi
     batch, rows, latent = queries[0].shape
     rope = queries[1].shape[-1] if len(queries) > 1 else 0
     _, tokens, heads, _ = call.q_latent.shape
-    plan, window, logit_cap = call.plan, call.window, call.logit_cap
+    plan, window, ahead, logit_cap = call.plan, call.window, call.ahead, call.logit_cap
     buffer, pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
     beside = rope if rope == ROPE else 0  # columns of rotary keys in the same tiles as latents
     parts = 1 if rope == beside else 2  # tiles per stage of keys
@@ -170,7 +170,7 @@ def attend(call: DecodeMLA, queries: Sequence[jax.Array], config: MLASwapABConfi
             def fetch(request, origin, step, carry):
                 used, found = carry
                 stage = stage_of(used)
-                ahead = paged.look_up(
+                next_found = paged.look_up(
                     request, from_origin(origin, (step + 1) * TILE)
                 )  # the loads proceed while the producer waits
 
@@ -182,10 +182,10 @@ def attend(call: DecodeMLA, queries: Sequence[jax.Array], config: MLASwapABConfi
                 if kr is not None:
                     columns.append(Columns(latent, rope, kr.at[stage], k_full.at[stage]))
                 paged.fetch(found, from_origin(origin, step * TILE), *columns)
-                return used + 1, ahead
+                return used + 1, next_found
 
             def store_result(n):
-                request, *_, split, _ = load_work_tile(work_tiles_ref, n)
+                tile = load_work_tile(work_tiles_ref, n)
                 stage = query_stage_of(n)
                 plgpu.barrier_wait(done.at[stage])
 
@@ -194,13 +194,15 @@ def attend(call: DecodeMLA, queries: Sequence[jax.Array], config: MLASwapABConfi
                     for i, to in enumerate(per_row_to):
                         plgpu.copy_smem_to_gmem(stats.at[stage, i], to)
 
-                @pl.when(stores & (split < 0))
+                @pl.when(stores & (tile.split < 0))
                 def _():
-                    store_to(out_ref.at[request], lse_ref.at[request])
+                    store_to(out_ref.at[tile.request], lse_ref.at[tile.request])
 
-                @pl.when(stores & (split >= 0))
+                @pl.when(stores & (tile.split >= 0))
                 def _():
-                    store_to(split_out_ref.at[split], split_lse_ref.at[split], split_scale_ref.at[split, 0])
+                    store_to(
+                        split_out_ref.at[tile.split], split_lse_ref.at[tile.split], split_scale_ref.at[tile.split, 0]
+                    )
 
             def fetch_queries(request, n):
                 stage = query_stage_of(n)
@@ -214,13 +216,14 @@ def attend(call: DecodeMLA, queries: Sequence[jax.Array], config: MLASwapABConfi
                     plgpu.copy_gmem_to_smem(source.at[request], into.at[stage], q_full.at[stage])
 
             def run(n, carry):
-                used, found, (request, begin, end, *_, origin) = carry
-                ahead = own_part(load_work_tile(work_tiles_ref, n + 1))
-                carry = fetch(request, origin, begin, (used, found))
-                fetch_queries(request, n)
-                next_found = look_up_first(ahead)  # early, while keys of this work tile are still to be fetched
-                used, _ = lax.fori_loop(begin + 1, end, partial(fetch, request, origin), carry)
-                return used, next_found, ahead
+                used, found, tile = carry
+                next_tile = own_part(load_work_tile(work_tiles_ref, n + 1))
+                one = partial(fetch, tile.request, tile.origin)
+                carry = one(tile.begin, (used, found))
+                fetch_queries(tile.request, n)
+                next_found = look_up_first(next_tile)  # early, while keys of this work tile are still to be fetched
+                used, _ = lax.fori_loop(tile.begin + 1, tile.end, one, carry)
+                return used, next_found, next_tile
 
             used, *_ = lax.fori_loop(first, end, run, (jnp.int32(0), look_up_first(first_tile), first_tile))
 
@@ -246,14 +249,14 @@ def attend(call: DecodeMLA, queries: Sequence[jax.Array], config: MLASwapABConfi
                 s = pl.run_scoped(product, plgpu.ACC((TILE, rows), jnp.float32)) * scale
                 return s if logit_cap is None else cap_scores(s, logit_cap)
 
-            def step(query_stage, request, origin, length, unmasked, i, carry):
+            def step(query_stage, request, origin, ends, unmasked, i, carry):
                 used, acc, running_max, row_sum = carry
                 stage = stage_of(used)
                 masked = is_masked(unmasked, i)
                 s = scores(stage, query_stage)
                 mask = partial(
                     apply_mask, table=table, request=request, first_token=from_origin(origin, i * TILE),
-                    first_row=0, length=length, tokens=tokens, heads=heads, keys=0, window=window,
+                    first_row=0, ends=ends, tokens=tokens, heads=heads, keys=0, window=window, ahead=ahead,
                 )  # fmt: skip
                 s = lax.cond(masked, mask, lambda s: s, s)
                 running_max, acc, row_sum = softmax.update(s, running_max, acc, row_sum)
@@ -264,8 +267,8 @@ def attend(call: DecodeMLA, queries: Sequence[jax.Array], config: MLASwapABConfi
                 @pl.when(masked)
                 def _():
                     clear_values(
-                        k, (stage,), 0, latent, table, request, from_origin(origin, i * TILE), length,
-                        first_seen=first_seen(length, tokens, window), interpret=interpret,
+                        k, (stage,), 0, latent, table, request, from_origin(origin, i * TILE), ends.seen,
+                        first_seen=first_seen(ends, tokens, window), interpret=interpret,
                     )  # fmt: skip
 
                 values = k.at[stage, :, pl.ds(0, latent)].transpose((1, 0))
@@ -317,30 +320,31 @@ def attend(call: DecodeMLA, queries: Sequence[jax.Array], config: MLASwapABConfi
 
             def run(n, carry):
                 used, tile = carry
-                request, begin, end, _, _, split, origin = tile
-                ahead = own_part(load_work_tile(work_tiles_ref, n + 1))  # the loads proceed while this one is computed
-                length, unmasked = seen_tokens(tile, in_cache, TILE, window)
+                next_tile = own_part(
+                    load_work_tile(work_tiles_ref, n + 1)
+                )  # the loads proceed while this one is computed
+                ends, unmasked = seen_tokens(tile, in_cache, TILE, window)
                 query_stage = query_stage_of(n)
                 plgpu.barrier_wait(q_full.at[query_stage])
                 carry = used, zeros(latent, rows), softmax.empty_max(rows), zeros(TILE, rows)
-                one = partial(step, query_stage, request, origin, length, unmasked)
-                used, acc, running_max, row_sum = lax.fori_loop(begin, end, one, carry)
+                one = partial(step, query_stage, tile.request, tile.origin, ends, unmasked)
+                used, acc, running_max, row_sum = lax.fori_loop(tile.begin, tile.end, one, carry)
                 inverse, lse = softmax.finalize(row_sum.sum(axis=0), running_max)
                 acc = acc * over_rows(inverse, latent)
                 if plan.shared:
                     acc, lse = merge(n, acc, lse)
 
-                @pl.when(stores & (split < 0))
+                @pl.when(stores & (tile.split < 0))
                 def _():
                     stage_result(query_stage, acc.astype(dtype), lse * (1 / LOG2E))
 
-                @pl.when(stores & (split >= 0))
+                @pl.when(stores & (tile.split >= 0))
                 def _():
                     values, magnitude = as_split(acc)
                     stage_result(query_stage, values, lse, magnitude)
 
                 plgpu.barrier_arrive(done.at[query_stage])
-                return used, ahead
+                return used, next_tile
 
             lax.fori_loop(first, end, run, (jnp.int32(0), first_tile))
             if plan.shared:  # every completion of a barrier must be waited for

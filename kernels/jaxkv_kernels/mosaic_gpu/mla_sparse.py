@@ -81,7 +81,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing import Pages, lengths_in_table, slots_for, table_tokens
-from jaxkv_kernels.calls import DecodeCall, DecodeMLA, DecodeMLASparse, PlanDecode
+from jaxkv_kernels.calls import DecodeCall, DecodeMLA, DecodeMLASparse, PlanDecode, max_logits_reasons
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, query_dtype
 from jaxkv_kernels.mosaic_gpu.combine import combine
@@ -129,6 +129,7 @@ from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
 )
 from jaxkv_kernels.scores import too_large
 from jaxkv_kernels.tuning import configuration, require
+from jaxkv_kernels.xla.paged import query_ranges
 
 COLUMNS = 64
 """Columns of queries that are copied at once, if their rotary parts follow the latents: those of a swizzled tile."""
@@ -205,6 +206,7 @@ def unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
     yield from gathered_reasons(entry, call.pages, call.buffer)
     yield from query_dtype(entry, call.q_latent.dtype, "`q_latent`")
     yield from too_large(call.logit_cap)
+    yield from max_logits_reasons(call)
 
 
 def gathered_reasons(entry: MLAEntry, pages: Pages, buffer) -> Iterator[str]:
@@ -526,7 +528,7 @@ def attend(
             def run(n, state: tuple[WorkTile, Any]):
                 tile, pairs_before = state  # pairs_before: pairs before this work tile
                 ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
-                request, begin, end, _, _, split, _ = tile
+                request, begin, end, split = tile.request, tile.begin, tile.end, tile.split
                 plgpu.barrier_wait(q_full)
                 row_scale = scale_queries()
                 last = end - 1
@@ -633,7 +635,7 @@ def decode_by_slots(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
         slots = slots_for(block_tables, positions, block_size=block_size)
         slots = jnp.broadcast_to(slots[:, None], (batch, tokens, size))
     else:
-        first = jnp.maximum(_ends(call, tokens) - call.window, 0)
+        first, _ = _seen(call)
         positions = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(batch, -1)
         slots = slots_for(block_tables, positions, block_size=block_size).reshape(batch, tokens, size)
     by_slots = DecodeMLASparse(
@@ -651,16 +653,16 @@ def decode_by_slots(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
         entry=call.entry,
         logit_cap=call.logit_cap,
         batch_invariant=False,
+        max_logits=False,
     )
     config = config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads)
     return _attend_and_combine(by_slots, call.plan, config=config, interpret=bool(interpreting.value))
 
 
 def plan_by_slots(call: DecodeCall | PlanDecode) -> Plan:
-    """The schedule of such calls: query token t of a request sees all but the last `q_len` - 1 - t slots."""
-    counts, size = _ends(call, call.q_len).reshape(-1), _most_slots(call)
-    if call.window is not None:
-        counts = jnp.minimum(counts, call.window)
+    """The schedule of such calls."""
+    (begins, ends), size = _seen(call), _most_slots(call)
+    counts = (ends - begins).reshape(-1)
     config = config_of(call.entry.format, queries=counts.size, size=size, heads=call.heads)
     return plan_slots(
         counts,
@@ -672,13 +674,14 @@ def plan_by_slots(call: DecodeCall | PlanDecode) -> Plan:
     )
 
 
-def _ends(call: DecodeCall | PlanDecode, tokens: int) -> jax.Array:
-    """The position after the last token that each query token sees, int32 [B, tokens]."""
+def _seen(call: DecodeCall | PlanDecode) -> tuple[jax.Array, jax.Array]:
+    """The first token that each query token sees, and the position after the last one; int32 [B, Q]."""
     lengths = lengths_in_table(call.seq_lens, call.block_tables, call.pages.block_size)
-    return jnp.maximum(lengths[:, None] - jnp.arange(tokens - 1, -1, -1, dtype=jnp.int32), 0)
+    begins, ends = query_ranges(lengths, call.q_len, call.window, call.ahead, call.trailing)
+    return begins, jnp.maximum(ends, begins)
 
 
 def _most_slots(call: DecodeCall | PlanDecode) -> int:
     """The most tokens that a query token sees."""
     size = table_tokens(call.block_tables, call.pages.block_size)
-    return size if call.window is None else min(size, call.window)
+    return size if call.window is None or call.ahead is None else min(size, call.window + call.ahead)

@@ -32,8 +32,6 @@ class Columns(NamedTuple):
     """Shared memory [64, count]."""
     full: Any
     """The barrier that completes when they have landed."""
-    part: int = 0
-    """1 for columns of values that do not follow their keys; `first` then counts from the first of the values."""
 
 
 class Keys(Protocol):
@@ -130,8 +128,8 @@ class PagedKeys:
         """Starts one TMA copy per element of `parts` and block that the tile lies in."""
         rows = self._table.copy_rows
         for first_row, block, token in self._table.copies(found, first_token):
-            for first, count, into, full, part in parts:
-                origin, row = self._view.index(self._layer, block, token, self._head, part)
+            for first, count, into, full in parts:
+                origin, row = self._view.index(self._layer, block, token, self._head)
                 source = self._kv_ref.at[origin, pl.ds(row, rows), self._view.columns(first, count, origin)]
                 plgpu.copy_gmem_to_smem(source, into.at[pl.ds(first_row, rows)], full, **copy)
 

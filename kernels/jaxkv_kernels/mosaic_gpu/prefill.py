@@ -2,7 +2,8 @@
 
 The kernel attends to keys and values that are expanded from latents.  The rotary part of a key, which all heads share,
 stays in an array of its own.  cuDNN needs one array of keys, and joining the two would write and read all keys once
-more.  There is no causal mask: each query sees the first `kv_lens` keys of its request.
+more.  Each query sees the first `kv_lens` keys of its request, or those of them that are in a window around its
+position.  A CTA then visits only the tiles of keys that some of its queries see.
 
 Work.  A CTA has 128 query tokens of one head, 64 per consumer, and one of `splits` equal ranges of keys, in tiles of
 128.  CTAs with the same keys are neighbours in the grid, so that most of them read the keys from the L2 cache.
@@ -43,7 +44,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.calls import ExpandedHeads, PrefillKV, PrefillMLA
 from jaxkv_kernels.mosaic_gpu import cudnn, entries
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv, multiply_add, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, floordiv, multiply_add, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA as WGMMA_CAPABILITIES
 from jaxkv_kernels.mosaic_gpu.runtime.device import (
     consumer_registers,
@@ -62,6 +63,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.token_rows import TILE_ROWS
+from jaxkv_kernels.scores import too_large
 from jaxkv_kernels.xla import prefill as gathered
 
 SIZES = (128, 64, 128)
@@ -114,21 +116,28 @@ def prefill_mla(call: PrefillMLA) -> tuple[jax.Array, jax.Array]:
     """The results of a call.
 
     cuDNN attends to the new tokens, and `attend_expanded` to earlier ones if it supports the heads and queries are not
-    ragged; otherwise cuDNN does that as well.  XLA attends to all tokens if cuDNN does not support the heads.
+    ragged; otherwise cuDNN does that as well.  XLA attends to all tokens if cuDNN does not support the heads, and to
+    new ones if there is a logit cap.
     """
     nope, value, rope = call.w_uk.shape[1], call.w_uv.shape[1], call.q_pe.shape[-1]
     if any(cudnn.unsupported_reasons(call.dtype, nope + rope, value)):
         return gathered.prefill_mla(call, entries.gather)
     shared_rope = None
-    if not any(unsupported_reasons(call.dtype, nope, rope, value)):
-        shared_rope = gathered.SharedRopeAttention(partial(attend_expanded, scale=call.scale), TILE_ROWS)
-    return gathered.prefill_mla(call, entries.gather, CUDNN, shared_rope)
+    if not any(unsupported_reasons(call.dtype, nope, rope, value)) and not any(too_large(call.logit_cap)):
+        attend = partial(attend_expanded, scale=call.scale, logit_cap=call.logit_cap)
+        shared_rope = gathered.SharedRopeAttention(attend, TILE_ROWS)
+    return gathered.prefill_mla(call, entries.gather, _dense(call), shared_rope)
 
 
 def prefill_kv(call: PrefillKV) -> tuple[jax.Array, jax.Array]:
-    """The results of a call: by cuDNN, or by XLA if cuDNN does not support the heads."""
+    """The results of a call: by cuDNN, or by XLA if cuDNN does not support the heads or there is a logit cap."""
     unsupported = any(cudnn.unsupported_reasons(call.dtype, *call.entry.sizes))
-    return gathered.prefill_kv(call, entries.gather, gathered.XLA if unsupported else CUDNN)
+    return gathered.prefill_kv(call, entries.gather, gathered.XLA if unsupported else _dense(call))
+
+
+def _dense(call: PrefillMLA | PrefillKV) -> gathered.DenseAttention:
+    """Attention to heads that cuDNN supports: cuDNN has no logit cap."""
+    return CUDNN if call.logit_cap is None else gathered.XLA
 
 
 def least_prefill(heads: ExpandedHeads) -> int | None:
@@ -156,7 +165,10 @@ def unsupported_reasons(dtype, nope: int, rope: int, value: int) -> Iterator[str
         yield f"heads of {nope} + {rope} and {value} values: supports {SIZES[0]} + {SIZES[1]} and {SIZES[2]}"
 
 
-def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.Array, jax.Array]:
+def attend_expanded(
+    q, k_nope, k_pe, v, kv_lens, *, scale: float, window: int | None = None, ahead: int | None = None, offset=None,
+    logit_cap: float | None = None,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The attention of queries to the first keys of their requests, in one or more splits of the keys.
 
     Args:
@@ -167,6 +179,10 @@ def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.A
       v: [B, S, H, V].
       kv_lens: int32 [B], the keys of each request.
       scale: the softmax scale.
+      window: how many keys up to its own, this one included, a query sees; None for all.
+      ahead: how many keys after its own a query sees; None for all.
+      offset: int32 [B], the position of the first query among the keys, with `window` or `ahead`.
+      logit_cap: as in `decode_mla`, up to 64.
 
     Returns:
       For each split, out [B, Q, H, V] of q's dtype and float32 lse [B, Q, H]; 0 and -inf for no keys.
@@ -174,8 +190,8 @@ def attend_expanded(q, k_nope, k_pe, v, kv_lens, *, scale: float) -> tuple[jax.A
     batch, tokens, heads, _ = q.shape
     splits = splits_of(batch * heads * -(-tokens // (2 * ROWS)), k_nope.shape[1])
     rows = jnp.pad(q, ((0, 0), (0, -tokens % 8), (0, 0), (0, 0)))
-    options = {"scale": scale, "splits": splits, "interpret": bool(interpreting.value)}
-    out, lse = _attend(rows, k_nope, k_pe, v, kv_lens, **options)
+    options = {"scale": scale, "window": window, "ahead": ahead, "logit_cap": logit_cap, "splits": splits}
+    out, lse = _attend(rows, k_nope, k_pe, v, kv_lens, offset, **options, interpret=bool(interpreting.value))
     return out[:, :, :tokens], jnp.swapaxes(lse[..., :tokens], 2, 3)
 
 
@@ -191,8 +207,8 @@ def splits_of(tiles: int, keys: int) -> int:
     return next((splits for splits in possible if rounds(splits) <= WELL_FILLED), min(possible, key=rounds))
 
 
-@partial(jax.jit, static_argnames=("scale", "splits", "interpret"))
-def _attend(q, k_nope, k_pe, v, kv_lens, *, scale, splits, interpret):
+@partial(jax.jit, static_argnames=("scale", "window", "ahead", "logit_cap", "splits", "interpret"))
+def _attend(q, k_nope, k_pe, v, kv_lens, offset, *, scale, window, ahead, logit_cap, splits, interpret):
     batch, tokens, heads, head_dim = q.shape
     dtype, nope, value_dim = q.dtype, k_nope.shape[-1], v.shape[-1]
     row_tiles = -(-tokens // (2 * ROWS))
@@ -201,9 +217,10 @@ def _attend(q, k_nope, k_pe, v, kv_lens, *, scale, splits, interpret):
     chunks = max(head_dim, value_dim) // CHUNK
 
     def body(
-        q_ref, k_nope_ref, k_pe_ref, v_ref, lens_ref, out_ref, lse_ref,
+        q_ref, k_nope_ref, k_pe_ref, v_ref, lens_ref, *refs,
         q, k, pe, v, stats, q_full, k_full, k_free, v_full, v_free, turn, operands: Any = None,
     ):  # fmt: skip
+        *offset_ref, out_ref, lse_ref = refs
         keys, tile, wg = (lax.axis_index(axis) for axis in ("keys", "tile", "wg"))
         request_and_head = floordiv(keys, splits)
         split = keys - request_and_head * splits
@@ -219,6 +236,20 @@ def _attend(q, k_nope, k_pe, v, kv_lens, *, scale, splits, interpret):
         def first_row(consumer):
             return pl.multiple_of((2 * tile + consumer) * ROWS, ROWS)
 
+        begin = None
+        if offset is not None:
+            place = offset_ref[0][request] - first_key  # of query token 0 among the keys of the split
+            begin, end = jnp.int32(0), steps
+            if window is not None:
+                begin = floordiv(jnp.maximum(place + first_row(0) - (window - 1), 0), KEYS)
+            if ahead is not None:
+                end = floordiv(jnp.clip(place + first_row(2) + ahead, 0, count) + (KEYS - 1), KEYS)
+            steps = jnp.maximum(end - begin, 0)
+
+        def first_of(step):
+            """The first key of a step."""
+            return (step if begin is None else begin + step) * KEYS
+
         def producer():
             plgpu.set_max_registers(PRODUCER_REGISTERS, action="decrease")
             for consumer in range(2):
@@ -228,7 +259,7 @@ def _attend(q, k_nope, k_pe, v, kv_lens, *, scale, splits, interpret):
 
             @pl.loop(0, steps)
             def _(i):
-                stage, own = stage_of(i), pl.ds(first_key + i * KEYS, KEYS)
+                stage, own = stage_of(i), pl.ds(first_key + first_of(i), KEYS)
 
                 def free(barrier):
                     pl.when(i >= STAGES)(lambda: plgpu.barrier_wait(barrier.at[stage]))
@@ -270,12 +301,25 @@ def _attend(q, k_nope, k_pe, v, kv_lens, *, scale, splits, interpret):
 
                 s = pl.run_scoped(product, plgpu.ACC((ROWS, KEYS), jnp.float32)) * (scale * LOG2E)
                 plgpu.barrier_arrive(k_free.at[stage])
+                if logit_cap is not None:
+                    s = cap_scores(s, logit_cap)
 
                 def mask(s):
-                    key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=WGMMA) + i * KEYS
-                    return jnp.where(key < count, s, MASKED)
+                    key = plgpu.broadcasted_iota(jnp.int32, s.shape, 1, layout=WGMMA) + first_of(i)
+                    s = jnp.where(key < count, s, MASKED)
+                    if offset is None:
+                        return s
+                    row = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + place + first_row(wg)
+                    if window is not None:
+                        s = jnp.where(key > row - window, s, MASKED)
+                    return s if ahead is None else jnp.where(key <= row + ahead, s, MASKED)
 
-                s = lax.cond((i + 1) * KEYS > count, mask, lambda s: s, s)
+                masked = first_of(i + 1) > count
+                if window is not None:  # the window of the last row begins after the first key
+                    masked |= first_of(i) <= place + first_row(wg) + (ROWS - 1 - window)
+                if ahead is not None:  # the first row does not see the last key
+                    masked |= first_of(i + 1) > place + first_row(wg) + (1 + ahead)
+                s = lax.cond(masked, mask, lambda s: s, s)
                 running_max, acc, row_sum = softmax.update(s, running_max, acc, row_sum)
                 w = softmax.weights(s, running_max)
                 row_sum = row_sum + fold_columns(jnp.add, w)
@@ -337,4 +381,4 @@ def _attend(q, k_nope, k_pe, v, kv_lens, *, scale, splits, interpret):
             # The interpreter needs register operands of wgmma in shared memory.
             **({"operands": swizzled(2, ROWS, KEYS, dtype=dtype)} if interpret else {}),
         },
-    )(q, k_nope, k_pe, v, kv_lens)
+    )(q, k_nope, k_pe, v, kv_lens, *([] if offset is None else [offset]))

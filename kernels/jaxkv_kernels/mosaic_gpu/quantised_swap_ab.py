@@ -86,7 +86,7 @@ from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
     InterpretedNvfp4,
 )
 from jaxkv_kernels.mosaic_gpu.layout_reasons import apart, block_sizes, origins, steps, unaligned
-from jaxkv_kernels.mosaic_gpu.masks import apply_mask
+from jaxkv_kernels.mosaic_gpu.masks import apply_mask, ends_of, first_seen, first_unmasked
 from jaxkv_kernels.mosaic_gpu.paged_tma import PageTable
 from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
     GROUP,
@@ -100,7 +100,7 @@ from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
     Nvfp4Tiles,
     Tiles,
 )
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, floordiv, opaque_zero
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.device import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, WGMMA, over_columns, over_rows, store, zeros
@@ -257,7 +257,7 @@ def attend(
     tiles = tiles_of(call.entry, interpret=interpret)
     _, tokens, query_heads, _ = (call.q_latent if isinstance(call, DecodeMLA) else call.q).shape
     group = query_heads // call.pages.num_heads
-    plan, window, logit_cap, scales = call.plan, call.window, call.logit_cap, _scales(call)
+    plan, window, ahead, logit_cap, scales = call.plan, call.window, call.ahead, call.logit_cap, _scales(call)
     buffer, pages = in_entries_dtype(call.buffer, call.pages, tiles.dtype)
     batch, rows, _ = queries[0].shape
     dtype, width = queries[0].dtype, GROUP * tiles.value_groups
@@ -304,14 +304,14 @@ def attend(
                 used, found = carry
                 stage = stage_of(used)
                 # These loads proceed while the producer waits for k_free.
-                ahead = paged.look_up(request, origin + (step + 1) * TILE)
+                next_found = paged.look_up(request, origin + (step + 1) * TILE)
 
                 @pl.when(used >= stages)
                 def _():
                     plgpu.barrier_wait(k_free.at[stage])
 
                 paged.fetch(found, origin + step * TILE, *tiles.parts(raw, stage, k_full.at[stage]))
-                return used + 1, ahead
+                return used + 1, next_found
 
             def store_queries(loaded, n):
                 stage = query_stage_of(n)
@@ -325,17 +325,17 @@ def attend(
                 plgpu.barrier_arrive(q_full.at[stage])
 
             def run(n, carry):
-                used, found, (request, begin, end, *_, origin) = carry
-                ahead = load_work_tile(work_tiles_ref, n + 1)
-                loaded = tiles.load_queries(q_refs, place_of(request))
+                used, found, tile = carry
+                next_tile = load_work_tile(work_tiles_ref, n + 1)
+                loaded = tiles.load_queries(q_refs, place_of(tile.request))
                 # At first, all stages are free, so their copies need not wait for the queries.
-                early = jnp.minimum(begin + jnp.where(n == first, stages, 1), end)
-                one = partial(fetch, request, origin)
-                carry = lax.fori_loop(begin, early, one, (used, found))
+                early = jnp.minimum(tile.begin + jnp.where(n == first, stages, 1), tile.end)
+                one = partial(fetch, tile.request, tile.origin)
+                carry = lax.fori_loop(tile.begin, early, one, (used, found))
                 store_queries(loaded, n)
-                next_found = look_up_first(ahead)  # early, while entries of this work tile are still to be fetched
-                used, _ = lax.fori_loop(early, end, one, carry)
-                return used, next_found, ahead
+                next_found = look_up_first(next_tile)  # early, while entries of this work tile are still to be fetched
+                used, _ = lax.fori_loop(early, tile.end, one, carry)
+                return used, next_found, next_tile
 
             used, *_ = lax.fori_loop(first, work_end, run, (jnp.int32(0), look_up_first(first_tile), first_tile))
 
@@ -423,17 +423,17 @@ def attend(
                 found = pl.run_scoped(product, *[plgpu.ACC((GROUP, N), jnp.float32)] * tiles.value_groups)
                 return [a + b for a, b in zip(acc, found, strict=True)] if interpret else found
 
-            def clear_unseen(stage, request, first_token, length):
-                tiles.clear(raw, stage, jnp.clip(length - first_token, 0, TILE), TILE)
+            def clear_unseen(stage, request, first_token, ends):
+                tiles.clear(raw, stage, jnp.clip(ends.seen - first_token, 0, TILE), TILE)
                 if window is not None:
-                    tiles.clear(raw, stage, 0, jnp.clip(length - tokens - window + 1 - first_token, 0, TILE))
+                    tiles.clear(raw, stage, 0, jnp.clip(first_seen(ends, tokens, window) - first_token, 0, TILE))
                 for c, block in enumerate(table.blocks(request, first_token)):
                     begin = c * table.copy_rows
                     unknown = jnp.where(table.known(block), 0, table.copy_rows)
                     tiles.clear(raw, stage, begin, begin + unknown)
                 plgpu.commit_smem()
 
-            def step(request, origin, length, unmasked, query_stage, row_scale, begin, used, i, carry):
+            def step(request, origin, ends, unmasked, query_stage, row_scale, begin, used, i, carry):
                 acc, running_max, row_sum = carry
                 stage = stage_of(used + i - begin)
                 # Otherwise the descriptors of latents would be hoisted out of the loop, and spill.
@@ -444,14 +444,14 @@ def attend(
 
                 @pl.when(masked)
                 def _():
-                    clear_unseen(stage, request, first_token, length)
+                    clear_unseen(stage, request, first_token, ends)
 
                 s, weight_scales = scores(stage, z, query_stage, row_scale)
                 if logit_cap is not None:
                     s = cap_scores(s, logit_cap)
                 mask = partial(
-                    apply_mask, table=table, request=request, first_token=first_token, first_row=0, length=length,
-                    tokens=tokens, heads=group, keys=0, window=window,
+                    apply_mask, table=table, request=request, first_token=first_token, first_row=0, ends=ends,
+                    tokens=tokens, heads=group, keys=0, window=window, ahead=ahead,
                 )  # fmt: skip
                 s = lax.cond(masked, mask, lambda s: s, s)
                 factor, logarithm = inverse_of_largest(weight_scales) if scaled else (None, None)
@@ -543,17 +543,18 @@ def attend(
                     store(split_scale_ref.at[place_of(split), 0], magnitude[:rows])
 
             def run(n, carry):
-                used, (request, begin, end, keys, unmasked_end, split, origin) = carry
-                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
-                length, unmasked_end = (jnp.where(in_cache, x, 0) for x in (origin + keys, unmasked_end))
-                # In tiles before `unmasked_begin`, some row's window begins after the tile's first key.
-                unmasked_begin = 0 if window is None else floordiv(jnp.maximum(keys - window, 0) + (TILE - 1), TILE)
+                used, tile = carry
+                request, begin, end, split, origin = tile.request, tile.begin, tile.end, tile.split, tile.origin
+                next_tile = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
+                seen, unmasked_end = (jnp.where(in_cache, x, 0) for x in (origin + tile.keys, tile.unmasked_end))
+                ends = ends_of(tile, seen)
+                unmasked_begin = 0 if window is None else first_unmasked(tile, TILE, window)
                 query_stage = query_stage_of(n)
                 plgpu.barrier_wait(q_full.at[query_stage])
                 row_scale = plgpu.load(stats.at[INVERSES + query_stage], layout=COLUMN) * scale
                 carry = [zeros(GROUP, N)] * tiles.value_groups, softmax.empty_max(N), zeros(TILE, N)
                 unmasked = unmasked_begin, unmasked_end
-                one = partial(step, request, origin, length, unmasked, query_stage, row_scale, begin, used)
+                one = partial(step, request, origin, ends, unmasked, query_stage, row_scale, begin, used)
                 acc, running_max, row_sum = of_this_consumer(begin, end, used, one, carry)
                 plgpu.barrier_arrive(q_free.at[query_stage])
                 row_sum = tiles.over_warps("add", row_sum, stats, side)
@@ -562,7 +563,7 @@ def attend(
                     lambda: store_result(request, split, *take(n, acc, running_max, row_sum)),
                     lambda: give(n, acc, running_max, row_sum),
                 )
-                return used + end - begin, ahead
+                return used + end - begin, next_tile
 
             lax.fori_loop(first, work_end, run, (jnp.int32(0), first_tile))
 

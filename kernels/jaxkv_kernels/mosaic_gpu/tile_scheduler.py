@@ -62,6 +62,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependent
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.mosaic_gpu.tile_scheduler_vectors import LANES, SUMS, WARP, WARPS, Registers, at_once, padded
 from jaxkv_kernels.tuning import require
+from jaxkv_kernels.xla.paged import query_ranges
 
 SPLIT_COST_UNIT = 256
 """The cost of walking one step, in the unit of `SplitCosts.combining` and `SplitCosts.split`."""
@@ -139,10 +140,10 @@ class Plan:
     """A schedule; arrays of int32."""
 
     partitions: jax.Array
-    """[partitions + 1, 8]: the first work tile of each, and its columns, so that a CTA begins with one load instead of
-    two dependent ones."""
+    """[partitions + 1, 8 or 9]: the first work tile of each, and its columns, so that a CTA begins with one load
+    instead of two dependent ones."""
     work_tiles: jax.Array
-    """[work tiles, 7]: see `WorkTile`."""
+    """[work tiles, 7 or 8]: see `WorkTile`."""
     split_requests: jax.Array
     """[requests, 3]: a request that was split (-1: none), its first split, its number of splits."""
     max_splits: int = field(metadata={"static": True})
@@ -174,6 +175,8 @@ class WorkTile(NamedTuple):
     """The index of the split to store the result to; -1 if it is the result of the whole request."""
     origin: Any
     """The token at which step 0 begins; it may be above 0 with a window."""
+    beyond: Any = None
+    """The number of tokens that some query token sees after the last query token; None if there are none."""
 
 
 def load_work_tile(work_tiles, n) -> WorkTile:
@@ -212,6 +215,7 @@ def shares_keys(requests: int, partitions: int) -> bool:
         "block_size",
         "num_blocks",
         "window",
+        "ahead",
         "batch_invariant",
         "step",
         "costs",
@@ -222,6 +226,7 @@ def shares_keys(requests: int, partitions: int) -> bool:
 def make_plan(
     seq_lens,
     block_tables,
+    trailing=None,
     *,
     partitions: int,
     tokens: int,
@@ -230,14 +235,16 @@ def make_plan(
     step: int,
     costs: SplitCosts,
     window: int | None = None,
+    ahead: int | None = 0,
     batch_invariant: bool = False,
     by_kernel: bool = False,
     interpret: bool = False,
 ) -> Plan:
     """The schedule of `partitions` for requests of `seq_lens` [B] with `tokens` query tokens each.
 
-    A request without tokens has one step, all of it masked.  With a window, requests begin at the tile of the first key
-    that some query sees.  Without `num_blocks`, no block is unknown, and only the shape of the tables matters.
+    `trailing` [B], `window` and `ahead` are those of `DecodeCall`.  A request without tokens has one step, all of it
+    masked.  With a window, requests begin at the tile of the first key that some query sees.  Without `num_blocks`, no
+    block is unknown, and only the shape of the tables matters.
     `by_kernel` computes the schedule by one or two kernels on a Hopper GPU (with `interpret`, in the interpreter) if
     they have room for it, otherwise by XLA, which takes several times as long.
     """
@@ -248,20 +255,26 @@ def make_plan(
         step=step,
         costs=costs,
         window=window,
+        ahead=ahead,
         batch_invariant=batch_invariant,
     )
+    beyond = None
+    if trailing is not None:
+        lengths = lengths_in_table(seq_lens, block_tables, block_size)
+        seq_lens = jnp.maximum(query_ranges(lengths, 1, None, ahead, trailing)[1][:, 0], 0)
+        beyond = seq_lens - (lengths - trailing)
     if by_kernel and kernels_fit(problem):
         divided = divide_by_kernels(
-            seq_lens, block_tables, problem, block_size=block_size, num_blocks=num_blocks, interpret=interpret
+            seq_lens, beyond, block_tables, problem, block_size=block_size, num_blocks=num_blocks, interpret=interpret
         )
         return Plan(*divided, max_splits=problem.max_splits)
     lengths = lengths_in_table(seq_lens, block_tables, block_size)
     if num_blocks is None:
-        return Plan(*divide_by_xla(lengths, jnp.zeros_like(lengths), problem), max_splits=problem.max_splits)
+        return Plan(*divide_by_xla(lengths, beyond, jnp.zeros_like(lengths), problem), max_splits=problem.max_splits)
     columns = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * block_size
-    seen = (columns + block_size > problem.origin(lengths)[:, None]) & (columns < lengths[:, None])
+    seen = (columns + block_size > problem.origin(lengths, beyond)[:, None]) & (columns < lengths[:, None])
     unknown = (((block_tables < 0) | (block_tables >= num_blocks)) & seen).any(axis=1).astype(jnp.int32)
-    return Plan(*divide_by_xla(lengths, unknown, problem), max_splits=problem.max_splits)
+    return Plan(*divide_by_xla(lengths, beyond, unknown, problem), max_splits=problem.max_splits)
 
 
 def plan_slots(
@@ -336,6 +349,7 @@ class Problem:
     step: int
     costs: SplitCosts
     window: int | None
+    ahead: int | None
     batch_invariant: bool
 
     @property
@@ -381,11 +395,21 @@ class Problem:
         """
         return WARP * -(-self.partitions // (WARP - 1))
 
-    def origin(self, lengths):
-        """The token at which the steps of a request begin."""
+    def origin(self, lengths, beyond):
+        """The token at which the steps of a request begin; `beyond` is that of `WorkTile`."""
         if self.window is None:
             return jnp.zeros_like(lengths)
-        return _div(jnp.maximum(lengths - (self.tokens - 1) - self.window, 0), TILE) * TILE
+        query_ends = lengths if beyond is None else lengths - beyond
+        return _div(jnp.maximum(query_ends - (self.tokens - 1) - self.window, 0), TILE) * TILE
+
+    def hidden(self, beyond):
+        """How many tokens at the end, which other query tokens see, the first query token does not see."""
+        if self.ahead is None:
+            return 0
+        hidden = self.tokens - 1 - self.ahead
+        if beyond is None:
+            return max(hidden, 0)
+        return jnp.maximum(beyond, -hidden) + hidden  # in this order, no sum overflows
 
 
 def _div(a, b):
@@ -399,13 +423,16 @@ def _ceil_div(a, b):
 
 
 class Division:
-    """The division of requests of `lengths`, which fit their tables; `unknown()` is 1 for those with unknown blocks."""
+    """The division of requests of `lengths`, which fit their tables; `unknown()` is 1 for those with unknown blocks.
 
-    def __init__(self, vectors: Vectors, problem: Problem, lengths, unknown: Callable[[], Any]):
+    Lengths end at the last token that some query token sees; `beyond` is that of `WorkTile`.
+    """
+
+    def __init__(self, vectors: Vectors, problem: Problem, lengths, beyond, unknown: Callable[[], Any]):
         self._v, self._problem = vectors, problem
         request = vectors.iota(problem.batch)
         valid = request < problem.batch
-        origin = problem.origin(lengths)
+        origin = problem.origin(lengths, beyond)
         keys = lengths - origin
         sizes = jnp.where(valid, _ceil_div(keys, problem.step), 0)
         sums = vectors.cumsum(sizes)
@@ -427,7 +454,7 @@ class Division:
         is_split = counts > 1
         after, first_split = vectors.cumsum(counts, jnp.where(is_split, counts, 0))
         first_split -= counts
-        unmasked_end = _div(jnp.maximum(keys - (problem.tokens - 1), 0), problem.step)
+        unmasked_end = _div(jnp.maximum(keys - problem.hidden(beyond), 0), problem.step)
         unmasked_end = jnp.where(unknown() != 0, 0, unmasked_end)
         self._of |= vectors.tables(
             before=after - counts,
@@ -439,6 +466,7 @@ class Division:
             first_split=first_split,
             origin=origin,
             after=after,
+            **({} if beyond is None else {"beyond": beyond}),
         )
         self._tiles = vectors.read(self._of["after"], problem.batch - 1)
         self._own = request, is_split, first_split, counts
@@ -517,7 +545,8 @@ class Division:
                 jnp.minimum(jnp.maximum(p * self._length - begins, 0), size) for p in (partition, partition + 1)
             )
         split = jnp.where(count > 1, look_up("first_split") + nth, -1)
-        columns = (request, begin, end, look_up("keys"), look_up("unmasked_end"), split, look_up("origin"))
+        names = ("origin", "beyond") if "beyond" in of else ("origin",)
+        columns = (request, begin, end, look_up("keys"), look_up("unmasked_end"), split, *map(look_up, names))
         live = tile < self._tiles
         return columns, jnp.where(live, partition, problem.partitions), live & (nth == count - 1)
 
@@ -594,10 +623,10 @@ class Arrays:
         return jnp.argmin(cost(self.iota(count))).astype(jnp.int32)
 
 
-def divide_by_xla(lengths, unknown, problem: Problem) -> tuple[jax.Array, jax.Array, jax.Array]:
+def divide_by_xla(lengths, beyond, unknown, problem: Problem) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`partitions`, `work_tiles` and `split_requests` of a plan for `lengths` [B]; see `Division`."""
     vectors = Arrays()
-    division = Division(vectors, problem, lengths, lambda: unknown)
+    division = Division(vectors, problem, lengths, beyond, lambda: unknown)
     columns, partition, _ = division.work_tiles(vectors.iota(problem.tiles))
     partitions, last = division.partitions(partition, columns[0])
     split_requests = division.split_requests(partitions[1][:-1], last[:-1])
@@ -610,13 +639,15 @@ def kernels_fit(problem: Problem) -> bool:
 
 
 def divide_by_kernels(
-    seq_lens, block_tables, problem: Problem, *, block_size: int, num_blocks: int | None, interpret: bool
+    seq_lens, beyond, block_tables, problem: Problem, *, block_size: int, num_blocks: int | None, interpret: bool
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`partitions`, `work_tiles` and `split_requests` of a plan; see `make_plan`."""
+    """`partitions`, `work_tiles` and `split_requests` of a plan; see `make_plan` and `Division`."""
+    of_requests = [seq_lens] if beyond is None else [seq_lens, beyond]
+    names = OF_REQUESTS if beyond is None else (*OF_REQUESTS, "beyond")
     checked = []
     if num_blocks is not None:
         check = partial(_check, block_size=block_size, num_blocks=num_blocks, interpret=interpret)
-        checked.append(check(seq_lens, block_tables, problem))
+        checked.append(check(of_requests, block_tables, problem))
     warpgroups = 1 if interpret else WARPGROUPS  # the interpreter's vectors are arrays of one thread
     threads = warpgroups * LANES
     requests = padded(problem.batch, threads)
@@ -625,11 +656,14 @@ def divide_by_kernels(
     step = min(padded(problem.tiles, threads), AT_ONCE)
     chunks = -(-problem.tiles // step)
     most = table_tokens(block_tables, block_size)
+    columns = 6 + len(of_requests)
 
-    def body(lengths_ref, *refs, **scratch):
-        *unknown_refs, partitions_ref, work_tiles_ref, split_requests_ref = refs
+    def body(*refs, **scratch):
+        *refs, partitions_ref, work_tiles_ref, split_requests_ref = refs
+        of_requests_refs, unknown_refs = refs[: len(of_requests)], refs[len(of_requests) :]
         vectors = (InterpretedRegisters if interpret else Registers)(scratch, warpgroups)
-        lengths = jnp.clip(vectors.load(lengths_ref, problem.batch), 0, most)
+        lengths, *more = (vectors.load(ref, problem.batch) for ref in of_requests_refs)
+        lengths, beyond = jnp.clip(lengths, 0, most), more[0] if more else None
 
         def unknown():
             if not unknown_refs:
@@ -637,13 +671,13 @@ def divide_by_kernels(
             wait_for_previous(interpret=interpret)
             return vectors.load(unknown_refs[0], problem.batch)
 
-        division = Division(vectors, problem, lengths, unknown)
+        division = Division(vectors, problem, lengths, beyond, unknown)
 
         def tiles(n, _):
             start = n * step
-            columns, partition, _ = division.work_tiles(vectors.iota(step) + start)
-            vectors.store_rows(work_tiles_ref, columns, start)
-            vectors.store(start, (scratch["ordered"], partition), (scratch["requests"], columns[0]))
+            found, partition, _ = division.work_tiles(vectors.iota(step) + start)
+            vectors.store_rows(work_tiles_ref, found, start)
+            vectors.store(start, (scratch["ordered"], partition), (scratch["requests"], found[0]))
             return ()
 
         lax.fori_loop(0, chunks, tiles, ())
@@ -666,25 +700,29 @@ def divide_by_kernels(
         grid_names=("cta",),
         num_threads=warpgroups,
         thread_name="wg",
-        out_type=[rows(problem.partitions + 1, 8), rows(problem.tiles, 7), rows(problem.combined, 3)],
+        out_type=[rows(problem.partitions + 1, 1 + columns), rows(problem.tiles, columns), rows(problem.combined, 3)],
         scratch_types={
-            **{name: table(requests) for name in OF_REQUESTS},
+            **{name: table(requests) for name in names},
             **{name: table(chunks * step) for name in ("ordered", "requests")},
             **{name: table(candidates) for name in ("lengths", "loads", "splits")},
             "warps": table(SUMS * requests // threads * WARPS * warpgroups),
         },
-    )(seq_lens, *checked)
+    )(*of_requests, *checked)
 
 
-def _check(seq_lens, block_tables, problem: Problem, *, block_size: int, num_blocks: int, interpret: bool) -> jax.Array:
+def _check(
+    of_requests, block_tables, problem: Problem, *, block_size: int, num_blocks: int, interpret: bool
+) -> jax.Array:
     """int32 [B]: 1 for requests that need a block that is not in the cache, 0 for others."""
     most = table_tokens(block_tables, block_size)
 
-    def body(lengths_ref, table_ref, unknown_ref):
-        pdl_launch_dependents(lengths_ref, interpret=interpret)
+    def body(*refs):
+        *of_requests_refs, table_ref, unknown_ref = refs
+        pdl_launch_dependents(of_requests_refs, interpret=interpret)
         vectors, request = (InterpretedRegisters if interpret else Registers)({}), lax.axis_index("request")
-        length = jnp.clip(lengths_ref[request], 0, most)
-        origin = problem.origin(length)
+        length, *more = (ref[request] for ref in of_requests_refs)
+        length = jnp.clip(length, 0, most)
+        origin = problem.origin(length, more[0] if more else None)
 
         def columns(n, unknown):
             start = n * AT_ONCE
@@ -708,4 +746,4 @@ def _check(seq_lens, block_tables, problem: Problem, *, block_size: int, num_blo
         num_threads=1,
         thread_name="wg",
         out_type=out,
-    )(seq_lens, block_tables)
+    )(*of_requests, block_tables)

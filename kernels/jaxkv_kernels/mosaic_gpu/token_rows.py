@@ -20,6 +20,8 @@ TILE_ROWS, TILE_COLUMNS = 8, 64
 class TokenRows:
     """A view [origins, tokens, width] of the buffer: if a page begins at an origin, row t of the origin is its token t.
 
+    Keys and values that lie apart have a view each.
+
     Every multiple of `step` elements is an origin, so that a page may begin wherever the strides put it.  Rows of
     different origins overlap, so only TMA copies can address the view (`install`).
     """
@@ -38,13 +40,10 @@ class TokenRows:
         """The strides of the axes of `shape`, in elements."""
         return self.step, self.pages.token_stride, 1
 
-    def index(self, layer, block, token, head=0, part=0):
-        """The origin of a page, and the row of `token`, a multiple of 8.
-
-        `part` 1 is the page of the values, if keys and values lie apart.
-        """
+    def index(self, layer, block, token, head=0):
+        """The origin of a page, and the row of `token`, a multiple of 8."""
         origin = self.pages.offset // self.step
-        indices = {"layer": layer, "block": block, "head": head, "part": part}
+        indices = {"layer": layer, "block": block, "head": head}
         for axis, (count, stride) in _origin_axes(self.pages).items():
             origin = origin + indices[axis] * (stride // self.step if count > 1 else 0)
         return origin, pl.multiple_of(token, TILE_ROWS)
@@ -83,5 +82,4 @@ def _origin_axes(pages: Pages) -> dict[str, tuple[int, int]]:
         "layer": (pages.num_layers, pages.layer_stride),
         "block": (pages.num_blocks, pages.block_stride),
         "head": (pages.num_heads, pages.head_stride),
-        "part": (pages.num_parts, pages.part_stride),
     }

@@ -22,7 +22,7 @@ import numpy as np
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
 from jaxkv_kernels.triton.arithmetic import dot, rounded
 from jaxkv_kernels.triton.codecs import (
-    E2M1_TILE,
+    computed_once,
     e2m1_unit,
     from_quarters,
     halves,
@@ -34,7 +34,8 @@ from jaxkv_kernels.triton.codecs import (
     widened,
 )
 from jaxkv_kernels.triton.language import tl, triton
-from jaxkv_kernels.triton.tiles import load_pieces, slots_of, token_address
+from jaxkv_kernels.triton.tiled import TiledEntry, load_part
+from jaxkv_kernels.triton.tiles import load_pieces, second_part, slots_of, token_address
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,8 +121,8 @@ def empty_reasons(**arrays: jax.Array) -> Iterator[str]:
 class EntryLoads:
     """How a kernel loads entries; a compile-time constant of the kernel.
 
-    With `latents`, an entry is a latent and a rotary key: keys are both parts, and values are the latents.  Otherwise,
-    an entry is a key and a value.
+    With `latents`, an entry is a latent and a rotary key: keys are both parts, and values are the latents or, with
+    `rope_in_values`, both parts.  Otherwise, an entry is a key and a value.
 
     `_attend_kv` of `gqa.py` supports all values of `ways`, `unit` and `per_token`.  `_attend_latents` of `mla.py`
     supports only `ways` 1, or 2 with the caller's `kv_scale`, and neither a `unit` other than 1 nor `per_token`.
@@ -144,8 +145,14 @@ class EntryLoads:
     """Whether the GPU has instructions that convert e4m3."""
     even: bool
     """Whether all sizes and strides are even numbers of bytes."""
-    second_at: int = 0
-    """Bytes from the start of a plain or e4m3 entry to its value, which may lie apart."""
+    tiled: TiledEntry | None = None
+    """The byte map, of formats whose values have scales by tile; None for `fp8_ds_mla`, `int8` and `nvfp4`."""
+    rope_in_values: bool = False
+    """Whether values are whole entries: the latents, then the rotary keys."""
+    second_at: int | None = 0
+    """Bytes from the start of a key to its value; None if values have strides of their own."""
+    scales_at: tuple[int, int] = (0, 0)
+    """Bytes from the start of a key, and from that of a value, to its scales."""
 
     @property
     def loads(self) -> int:
@@ -172,7 +179,12 @@ class EntryLoads:
     @property
     def value_tiles(self) -> int:
         """The number of tiles that hold the values."""
-        return self.ways * (self.loads if self.latents else 1)
+        return self.ways * (self.loads if self.latents else 1) + self.rope_in_values
+
+    @property
+    def split(self) -> bool:
+        """Whether the scales of entries lie apart from their values, in split pages."""
+        return self.tiled is not None and self.tiled.scales != self.tiled.values
 
     @property
     def value_columns(self) -> int:
@@ -205,45 +217,52 @@ def join_columns(x, WAYS: tl.constexpr):
 
 
 @triton.jit
-def load_keys_and_values(entry, known, LOADS: tl.constexpr):
-    """Tiles [n, columns] of the keys and of the values of the entries at byte pointers `entry` [n]; 0 if not `known`.
+def load_keys_and_values(buffer, layer, slot, head, known, PAGES: tl.constexpr, LOADS: tl.constexpr):
+    """Tiles [n, columns] of the keys and of the values of the entries at `slot` [n] of a head; 0 if not `known`.
 
     Values of `fp8` and `int8` are returned as stored, others multiplied by their own scales.  The third result has the
     scales [n] of keys and of values if they are `per_token`, otherwise nothing.
     """
     factors = ()
+    entry = token_address(buffer, layer, slot, head, PAGES)
     if LOADS.latents:
+        SCALES: tl.constexpr = LOADS.tiled.scales if LOADS.split else PAGES
+        scales = token_address(buffer, layer, slot, head, SCALES) if LOADS.split else entry
         NUM_LOADS: tl.constexpr = LOADS.loads
         values = ()
         for i in tl.static_range(NUM_LOADS):
-            values += _latent_tile(entry, known, i * LOADS.first_columns, LOADS)
+            values += _latent_tile(entry, scales, known, i * LOADS.first_columns, LOADS)
         # The rotary keys come first: their product is the first term of the scores.
-        keys = _rope_tile(entry, known, LOADS) + values
+        rope = _rope_tile(entry, scales, known, LOADS)
+        keys = rope + values
+        if LOADS.rope_in_values:
+            values += rope
     elif LOADS.format == "nvfp4":
-        SCALES: tl.constexpr = (LOADS.first + LOADS.second) // 2
         keys = load_e2m1(
-            entry, entry + SCALES, known,
+            entry, entry + LOADS.scales_at[0], known,
             LOADS.first, LOADS.first_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
         )  # fmt: skip
+        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
         values = load_e2m1(
-            entry + LOADS.first // 2, entry + SCALES + LOADS.first // E2M1_TILE, known,
+            value, value + LOADS.scales_at[1], known,
             LOADS.second, LOADS.second_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
         )  # fmt: skip
     elif LOADS.format == "int8":
         keys = int8_halves(load_pairs(entry, known, LOADS.first, LOADS.first_columns, LOADS.even), LOADS.dtype)
-        pairs = load_pairs(entry + LOADS.first, known, LOADS.second, LOADS.second_columns, LOADS.even)
-        values = int8_halves(pairs, LOADS.dtype)
-        scales = (entry + LOADS.first + LOADS.second).to(tl.pointer_type(tl.float32))
-        factors += (tl.load(scales, mask=known, other=0.0), tl.load(scales + 1, mask=known, other=0.0))
+        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
+        values = int8_halves(load_pairs(value, known, LOADS.second, LOADS.second_columns, LOADS.even), LOADS.dtype)
+        key_scale = (entry + LOADS.scales_at[0]).to(tl.pointer_type(tl.float32))
+        value_scale = (value + LOADS.scales_at[1]).to(tl.pointer_type(tl.float32))
+        factors += (tl.load(key_scale, mask=known, other=0.0), tl.load(value_scale, mask=known, other=0.0))
     else:
         keys = (_plain_tile(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS),)
-        value = entry + tl.full((), LOADS.second_at, tl.int64)
+        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
         values = (_plain_tile(value, known, 0, LOADS.second, LOADS.second_columns, LOADS),)
     return keys, values, factors
 
 
 @triton.jit
-def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
+def _latent_tile(entry, scales, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
     """The values of latents from FIRST on: one tile, or two if `LOADS.ways` is 2."""
     left: tl.constexpr = LOADS.first - FIRST
     COLUMNS: tl.constexpr = LOADS.first_columns
@@ -253,6 +272,8 @@ def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
         scale = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], SCALE_TILE))
         scale = tl.reshape(scale, (scale.shape[0], COLUMNS))
         found = (widened(load_pieces(entry + FIRST, known, left, COLUMNS), scale, LOADS.dtype, LOADS.native),)
+    elif LOADS.tiled is not None:
+        found = (_tiled_tile(entry, scales, known, 0, FIRST, COLUMNS, LOADS),)
     elif LOADS.ways == 2:
         found = halves(load_pairs(entry + FIRST, known, left, COLUMNS, LOADS.even), LOADS.dtype, LOADS.native)
     else:
@@ -261,18 +282,30 @@ def _latent_tile(entry, known, FIRST: tl.constexpr, LOADS: tl.constexpr):
 
 
 @triton.jit
-def _rope_tile(entry, known, LOADS: tl.constexpr):
+def _rope_tile(entry, scales, known, LOADS: tl.constexpr):
     """The rotary keys: one tile, or two if `LOADS.ways` is 2."""
     COLUMNS: tl.constexpr = LOADS.second_columns
     if LOADS.format == "fp8_ds_mla":
         ropes = (entry + LOADS.first + 4 * (LOADS.first // SCALE_TILE)).to(tl.pointer_type(tl.bfloat16))
         found = (rounded(load_pieces(ropes, known, LOADS.second, COLUMNS), LOADS.dtype),)
+    elif LOADS.tiled is not None:
+        found = (_tiled_tile(entry, scales, known, 1, 0, COLUMNS, LOADS),)
     elif LOADS.ways == 2:
         pairs = load_pairs(entry + LOADS.first, known, LOADS.second, COLUMNS, LOADS.even)
         found = halves(pairs, LOADS.dtype, LOADS.native)
     else:
         found = (_plain_tile(entry, known, LOADS.first, LOADS.second, COLUMNS, LOADS),)
     return found
+
+
+@triton.jit
+def _tiled_tile(
+    entry, scales, known, NUMBER: tl.constexpr, FIRST: tl.constexpr, COLUMNS: tl.constexpr, LOADS: tl.constexpr
+):
+    """The values from FIRST on of part NUMBER of entries whose byte map is `LOADS.tiled`."""
+    PART: tl.constexpr = LOADS.tiled.parts[NUMBER]
+    values = rounded(load_part(entry, scales, known, FIRST, COLUMNS, PART, LOADS.native), LOADS.dtype)
+    return values if PART.stored == "float" else computed_once(values)
 
 
 @triton.jit
@@ -388,15 +421,19 @@ def query_rows(group, KV_HEADS: tl.constexpr, Q_LEN: tl.constexpr, HEADS: tl.con
 
 
 @triton.jit
-def _visible(known, position, kv_end, Q_LEN: tl.constexpr, WINDOW: tl.constexpr):
+def _visible(
+    known, position, kv_end, Q_LEN: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
     """A mask of the visible keys, [1 or rows, keys].
 
     A key is visible if it is `known` (its position is in the work tile and its block in the cache), and if its
-    `position` [keys] is within the window and before `kv_end` [rows], the end of what the row's query token sees.
+    `position` [keys] is at most AHEAD (None for no limit) tokens after the row's query token and at most WINDOW - 1
+    before it.  `kv_end` [rows] are the positions after the query tokens.
     """
     visible = known[None, :]
-    if Q_LEN > 1:
-        visible = visible & (position[None, :] < kv_end[:, None])
+    # A single query token sees up to the end of its work tiles.
+    if Q_LEN > 1 and AHEAD is not None:
+        visible = visible & (position[None, :] - AHEAD < kv_end[:, None])
     if WINDOW is not None:
         visible = visible & (position[None, :] >= kv_end[:, None] - WINDOW)
     return visible
@@ -412,9 +449,10 @@ def _scores(q, k, score):
 
 @triton.jit
 def attend_tiles(
-    q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
+    q, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
-    CAP: tl.constexpr, WINDOW: tl.constexpr, CONFIG: tl.constexpr, SUM_PER_COLUMN: tl.constexpr,
+    CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, TRAILING: tl.constexpr, CONFIG: tl.constexpr,
+    SUM_PER_COLUMN: tl.constexpr,
 ):  # fmt: skip
     """Attends with the query tiles `q` to the tokens from `begin` to `end` of a request.
 
@@ -425,6 +463,8 @@ def attend_tiles(
         tile i                 scores = q k^T | mask | max, weights | acc = acc * rescale + weights v
 
     `table` [B, TABLE] holds ids of blocks of TABLE_BLOCK tokens: blocks of the cache, or slots if TABLE_BLOCK is 1.
+    `last_ends` [B] are the positions after the last query tokens: unclamped lengths or, with TRAILING, clamped lengths
+    minus `trailing`.
 
     Returns the unnormalized sums (a tuple of float32 [rows, columns], one per tile of values), the running maximum
     [rows], and the row sums ([rows], or [rows, keys] with SUM_PER_COLUMN).
@@ -441,8 +481,10 @@ def attend_tiles(
     table += request.to(tl.int64) * TABLE
     key = tl.arange(0, KEYS)
     block = tl.load(table + (begin + key) // TABLE_BLOCK, mask=begin + key < end, other=-1)
-    length = tl.minimum(tl.load(seq_lens + request), TABLE * TABLE_BLOCK)
-    kv_end = length - (Q_LEN - 1) + token
+    last_end = tl.load(last_ends + request)
+    if not TRAILING:
+        last_end = tl.minimum(last_end, TABLE * TABLE_BLOCK)
+    kv_end = last_end - (Q_LEN - 1) + token
     row_max = tl.full((ROWS,), NO_KEYS, tl.float32)
     row_sum = tl.zeros((ROWS, KEYS) if SUM_PER_COLUMN else (ROWS,), tl.float32)
     for start in tl.range(begin, end, KEYS):
@@ -451,11 +493,11 @@ def attend_tiles(
         slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
         ahead = position + KEYS
         block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
-        k, v, factors = load_keys_and_values(token_address(buffer, layer, slot, head, PAGES), known, LOADS)
+        k, v, factors = load_keys_and_values(buffer, layer, slot, head, known, PAGES, LOADS)
         score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
         if LOADS.per_token:
             score *= factors[0][None, :]
-        visible = _visible(known, position, kv_end, Q_LEN, WINDOW)
+        visible = _visible(known, position, kv_end, Q_LEN, WINDOW, AHEAD)
         score = tl.where(visible, cap_scores(score * scale, CAP, LOADS.dtype), MASKED)
         weight, rescale, row_max = update_max(score, row_max, LOADS.dtype)
         row_sum = update_sum(row_sum, rescale, weight)

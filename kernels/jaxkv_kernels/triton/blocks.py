@@ -46,7 +46,7 @@ class BlockRuns:
     block_stride: int
     offset: int
     axes: tuple[tuple[int, int], ...]
-    """Three of (count, stride), outermost in memory first."""
+    """At least three of (count, stride), outermost first."""
     length: int
     """Words per run."""
     word: tl.dtype
@@ -54,9 +54,18 @@ class BlockRuns:
     word_bytes: int
 
     @property
+    def num_axes(self) -> int:
+        """How many axes enumerate the runs."""
+        return len(self.axes)
+
+    @property
     def count(self) -> int:
         """Runs per block."""
         return prod(count for count, _ in self.axes)
+
+    def elements(self, itemsize: int) -> int:
+        """The elements of `itemsize` bytes in all runs."""
+        return self.count * self.length * self.word_bytes // itemsize
 
     @property
     def chunk(self) -> int:
@@ -69,14 +78,20 @@ class BlockRuns:
         return triton.cdiv(self.length, self.chunk)
 
 
-def block_runs(pages: Pages, itemsize: int) -> BlockRuns:
-    """The fewest runs that the strides allow, for a buffer whose elements have `itemsize` bytes."""
-    pages = in_bytes(pages, itemsize)
-    runs = runs_of(pages)
-    axes = [(1, 0)] * (3 - len(runs.axes)) + [(count, stride) for _, count, stride in runs.axes]
-    word = gcd(8, runs.length, runs.offset, pages.block_stride, *(stride for _, stride in axes))
-    length = runs.length // word
-    return BlockRuns(pages.num_blocks, pages.block_stride, runs.offset, tuple(axes), length, WORDS[word], word)
+def block_runs(pages: Pages, itemsize: int) -> tuple[BlockRuns, ...]:
+    """The fewest runs that the strides allow, for a buffer whose elements have `itemsize` bytes.
+
+    Keys and values that lie apart with strides of their own have runs of their own, and take a kernel each.
+    """
+    found = []
+    for runs in runs_of(in_bytes(pages, itemsize)):
+        axes = [(1, 0)] * (3 - len(runs.axes)) + [(count, stride) for _, count, stride in runs.axes]
+        word = gcd(8, runs.length, runs.offset, runs.block_stride, *(stride for _, stride in axes))
+        length = runs.length // word
+        found.append(
+            BlockRuns(pages.num_blocks, runs.block_stride, runs.offset, tuple(axes), length, WORDS[word], word)
+        )
+    return tuple(found)
 
 
 @triton.jit
@@ -91,7 +106,7 @@ def chunk_of(RUNS: tl.constexpr):
 def in_cache(buffer, block, run, word, RUNS: tl.constexpr):
     """Pointers to the words of a run of a block of the cache."""
     address = RUNS.offset + block.to(tl.int64) * RUNS.block_stride
-    for axis in tl.static_range(2, -1, -1):
+    for axis in tl.static_range(RUNS.num_axes - 1, -1, -1):
         address += (run % RUNS.axes[axis][0]).to(tl.int64) * RUNS.axes[axis][1]
         run = run // RUNS.axes[axis][0]
     return (buffer.to(tl.pointer_type(tl.uint8)) + address).to(tl.pointer_type(RUNS.word)) + word
@@ -107,12 +122,15 @@ def in_row(rows, i, run, word, RUNS: tl.constexpr):
 @jax.jit
 def read_blocks(call: ReadBlocks) -> jax.Array:
     """Blocks as rows [n, block_elements]; rows of ids outside the cache are 0."""
-    rows = jax.ShapeDtypeStruct((call.blocks.size, call.pages.block_elements), call.buffer.dtype)
-    if not call.blocks.size:
-        return jnp.zeros(rows.shape, rows.dtype)
-    runs = block_runs(call.pages, call.buffer.dtype.itemsize)
-    grid = (call.blocks.size * runs.count * runs.chunks,)
-    return launch(_read_blocks, (call.buffer, call.blocks), (rows,), grid=grid, warps=WARPS, RUNS=runs)[0]
+    itemsize, found = call.buffer.dtype.itemsize, []
+    for runs in block_runs(call.pages, itemsize):
+        rows = jax.ShapeDtypeStruct((call.blocks.size, runs.elements(itemsize)), call.buffer.dtype)
+        if not call.blocks.size:
+            found.append(jnp.zeros(rows.shape, rows.dtype))
+            continue
+        grid = (call.blocks.size * runs.count * runs.chunks,)
+        found += launch(_read_blocks, (call.buffer, call.blocks), (rows,), grid=grid, warps=WARPS, RUNS=runs)
+    return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
 
 
 @triton.jit
@@ -129,12 +147,20 @@ def _read_blocks(buffer, blocks, rows, RUNS: tl.constexpr):
 @jax.jit
 def write_blocks(call: WriteBlocks) -> jax.Array:
     """The buffer with blocks overwritten by rows; ids outside the cache are skipped."""
-    if not call.blocks.size:
-        return call.buffer
-    runs = block_runs(call.pages, call.buffer.dtype.itemsize)
-    grid = (call.blocks.size * runs.count * runs.chunks,)
-    operands = call.data, call.blocks
-    return launch(_write_blocks, operands, updated=(call.buffer,), grid=grid, warps=WARPS, RUNS=runs)[0]
+    buffer, first = call.buffer, 0
+    for runs in block_runs(call.pages, buffer.dtype.itemsize):
+        last = first + runs.elements(buffer.dtype.itemsize)
+        rows = call.data if (first, last) == (0, call.data.shape[1]) else call.data[:, first:last]
+        buffer, first = _written(buffer, call.blocks, rows, runs), last
+    return buffer
+
+
+def _written(buffer: jax.Array, blocks: jax.Array, rows: jax.Array, runs: BlockRuns) -> jax.Array:
+    """The buffer with these runs of blocks overwritten by rows."""
+    if not blocks.size:
+        return buffer
+    grid = (blocks.size * runs.count * runs.chunks,)
+    return launch(_write_blocks, (rows, blocks), updated=(buffer,), grid=grid, warps=WARPS, RUNS=runs)[0]
 
 
 @triton.jit
@@ -149,18 +175,19 @@ def _write_blocks(rows, blocks, buffer, RUNS: tl.constexpr):
 @jax.jit
 def copy_blocks(call: CopyBlocks) -> jax.Array:
     """The buffer with blocks `src` copied over blocks `dst`; pairs with an id outside the cache are skipped."""
-    src, dst, pages = call.src, call.dst, call.pages
+    buffer, src, dst, pages = call.buffer, call.src, call.dst, call.pages
     if not src.size:
-        return call.buffer
-    runs = block_runs(pages, call.buffer.dtype.itemsize)
+        return buffer
     good = (src >= 0) & (src < pages.num_blocks) & (dst >= 0) & (dst < pages.num_blocks)
     awaited = (dst[:, None] == src).any(axis=1)
     now, later = jnp.where(good & ~awaited, dst, -1), jnp.where(good & awaited, dst, -1)
-    rows = jax.ShapeDtypeStruct((src.size, pages.block_elements), call.buffer.dtype)
-    grid = (src.size * runs.count * runs.chunks,)
-    operands = src, now, later
-    buffer, held = launch(_copy_blocks, operands, (rows,), updated=(call.buffer,), grid=grid, warps=WARPS, RUNS=runs)
-    return write_blocks(WriteBlocks(buffer=buffer, blocks=later, data=held, pages=pages))
+    for runs in block_runs(pages, buffer.dtype.itemsize):
+        rows = jax.ShapeDtypeStruct((src.size, runs.elements(buffer.dtype.itemsize)), buffer.dtype)
+        grid = (src.size * runs.count * runs.chunks,)
+        operands = src, now, later
+        buffer, held = launch(_copy_blocks, operands, (rows,), updated=(buffer,), grid=grid, warps=WARPS, RUNS=runs)
+        buffer = _written(buffer, later, held, runs)
+    return buffer
 
 
 @triton.jit

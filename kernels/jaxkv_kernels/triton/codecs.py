@@ -1,6 +1,7 @@
-"""Decoding and encoding e4m3, and decoding e2m1 and int8, in registers.
+"""Decoding and encoding e4m3 and e2m1, decoding int8, and the scales of tiles, in registers.
 
-`from_e4m3` and `to_e4m3` convert single values.  Attention and the indexer load several values together:
+`from_e4m3` and `to_e4m3` convert single values, and `from_e2m1` bytes of two.  Attention and the indexer also load
+several values together:
 
 | stored | loaded as | decoded by | tiles |
 |---|---|---|---|
@@ -18,6 +19,8 @@ GPUs before Ada (sm_89) have no instructions for e4m3, and Triton does not suppo
 encoded and decoded with integer arithmetic on the bits.
 """
 
+from jaxkv_kernels.formats.bits import FP8_MAX, SMALLEST_E4M3, SMALLEST_NORMAL_E4M3
+from jaxkv_kernels.formats.fp4 import DROPPED, E2M1_MAX, MIDPOINTS
 from jaxkv_kernels.formats.nvfp4 import TILE
 from jaxkv_kernels.triton.arithmetic import INTERPRETED, rounded
 from jaxkv_kernels.triton.language import tl, triton
@@ -89,13 +92,14 @@ def from_e4m3(byte, NATIVE: tl.constexpr):
     return tl.where((bits & 0x7F) == 0x7F, float("nan"), value)
 
 
-@triton.jit
-def power_of_two_scale(tile, SMALLEST_EXPONENT: tl.constexpr, keep=None):
-    """Scales [...] for float32 values `tile` [..., n], and their inverses [...].
+LARGEST_E4M3 = tl.constexpr(0x43E00000)
+LARGEST_E2M1 = tl.constexpr(0x40C00000)
+"""The bits of the largest values, 448 and 6, as float32."""
 
-    A scale is the smallest power of two that is at least the largest magnitude / 448, and at least
-    2**SMALLEST_EXPONENT.  The formula is that of `jaxkv_kernels.formats.bits.power_of_two_scale`.  A NaN among the
-    values gives NaN for both results.
+
+@triton.jit
+def largest_bits(tile, keep):
+    """The bits [...] of the largest magnitude of float32 values `tile` [..., n]: a NaN counts as the largest.
 
     Values where the mask `keep` [..., 1] is False count as 0.  The mask only matters for speed, because results of
     these rows are not stored.  Kernels that store entries load slots and values, and compute `keep` from the slots.
@@ -104,13 +108,86 @@ def power_of_two_scale(tile, SMALLEST_EXPONENT: tl.constexpr, keep=None):
     """
     # Magnitudes have the same order as integers and as floats, and NaN is the largest integer.
     size = tile.to(tl.int32, bitcast=True) & (0x7FFFFFFF if keep is None else tl.where(keep, 0x7FFFFFFF, 0))
-    bits = tl.max(size, axis=len(tile.shape) - 1)
-    exponent = (bits >> 23) - (127 + 8) + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    return tl.max(size, axis=len(tile.shape) - 1)
+
+
+@triton.jit
+def power_of_two_scale(tile, SMALLEST_EXPONENT: tl.constexpr, keep=None, LARGEST: tl.constexpr = LARGEST_E4M3):
+    """Scales [...] for float32 values `tile` [..., n], and their inverses [...].
+
+    A scale is the smallest power of two that is at least the largest magnitude divided by the largest value that can
+    be stored (its bits are LARGEST), and at least 2**SMALLEST_EXPONENT.  The formula is that of
+    `jaxkv_kernels.formats.bits.power_of_two_scale`.  A NaN among the values gives NaN for both results.  `keep` is that
+    of `largest_bits`.
+    """
+    bits = largest_bits(tile, keep)
+    exponent = (bits >> 23) - (LARGEST >> 23) + ((bits & 0x7FFFFF) > (LARGEST & 0x7FFFFF)).to(tl.int32)
     exponent = tl.maximum(exponent, SMALLEST_EXPONENT)
     broken = bits > 0x7F800000
     scale = tl.where(broken, NAN, (127 + exponent) << 23)
     inverse = tl.where(broken, NAN, (127 - exponent) << 23)
     return scale.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+
+
+LARGEST_SCALED = tl.constexpr(E2M1_MAX)
+LARGEST_SCALE = tl.constexpr(FP8_MAX)
+LEAST_SCALE = tl.constexpr(SMALLEST_E4M3)
+LEAST_NORMAL_SCALE = tl.constexpr(SMALLEST_NORMAL_E4M3)
+DROPPED_BITS = tl.constexpr(DROPPED)
+"""Constants of `jaxkv_kernels.formats.fp4`, for `e4m3_scale`."""
+
+
+@triton.jit
+def e4m3_scale(tile, keep, ROUND_UP: tl.constexpr, NATIVE: tl.constexpr):
+    """Scales [...] for float32 values `tile` [..., n] that are stored as e2m1: bytes of e4m3, and their values.
+
+    A scale is the largest magnitude / 6, rounded to nearest even or up, at least 2**-9 and at most 448.  The formula is
+    that of `jaxkv_kernels.formats.fp4.e4m3_scale`.  A NaN among the values gives NaN.  `keep` is that of
+    `largest_bits`.
+    """
+    bits = largest_bits(tile, keep)
+    exact = quotient(bits.to(tl.float32, bitcast=True), tl.full(bits.shape, LARGEST_SCALED, tl.float32))
+    exact = tl.minimum(tl.maximum(exact, LEAST_SCALE), LARGEST_SCALE)
+    if ROUND_UP:
+        normal = ((exact.to(tl.int32, bitcast=True) + DROPPED_BITS) & ~DROPPED_BITS).to(tl.float32, bitcast=True)
+        denormal = tl.ceil(exact * (1 / LEAST_SCALE)) * LEAST_SCALE
+        exact = tl.where(exact < LEAST_NORMAL_SCALE, denormal, normal)
+    byte = tl.where(bits > 0x7F800000, 0x7F, to_e4m3(exact, NATIVE)).to(tl.uint8)
+    return byte, from_e4m3(byte, NATIVE)
+
+
+@triton.jit
+def from_e8m0(byte):
+    """Decodes bytes to float32 powers of two.  Byte 0 is 0, and 255 is NaN."""
+    bits = byte.to(tl.int32)
+    return tl.where(bits == 255, NAN, bits << 23).to(tl.float32, bitcast=True)
+
+
+E2M1_EDGES = tl.constexpr(MIDPOINTS)
+"""Between neighbouring magnitudes of e2m1."""
+
+
+@triton.jit
+def to_e2m1(tile, scale):
+    """Encodes float32 values `tile` [..., n] divided by `scale` [..., 1] as 4-bit codes, int32 [..., n].
+
+    The exact quotient is rounded to nearest even and saturates at 6.  NaN becomes 0.  The formula is that of
+    `jaxkv_kernels.formats.fp4.to_e2m1`.
+    """
+    size = tl.abs(tile)
+    code = tl.zeros(tile.shape, tl.int32)
+    for n in tl.static_range(7):
+        edge = scale * E2M1_EDGES[n]
+        code = tl.where(size >= edge if n % 2 else size > edge, n + 1, code)
+    code = tl.where((size == float("inf")) & (scale > 0), 7, code)  # edges may be infinite as well
+    return code | ((tile.to(tl.int32, bitcast=True) >> 28) & 8)
+
+
+@triton.jit
+def from_e2m1(pairs, scale):
+    """Decodes bytes of two e2m1 values [n, m] to float32 [n, 2 m], multiplied by the scales [n, m] of the pairs."""
+    bits = pairs.to(tl.int32)
+    return tl.interleave(e2m1_value(bits) * scale, e2m1_value(bits >> 4) * scale)
 
 
 @triton.jit
@@ -119,11 +196,11 @@ def widened(byte, scale, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
     value = from_e4m3(byte, NATIVE)
     if scale is not None:
         value = value * scale
-    return _computed_once(rounded(value, DTYPE))
+    return computed_once(rounded(value, DTYPE))
 
 
 @triton.jit
-def _computed_once(x):
+def computed_once(x):
     """Returns `x`, and keeps Triton from computing it again for each of its uses.
 
     Latents are an operand of two products, which need them in different register layouts.  Triton would convert the
@@ -339,7 +416,7 @@ def load_e2m1(
         bits = words.to(tl.int32)
         found = ()
         for n in tl.static_range(4):
-            found += (rounded(_e2m1_value(bits >> 4 * n) * scale, DTYPE),)
+            found += (rounded(e2m1_value(bits >> 4 * n) * scale, DTYPE),)
     return found
 
 
@@ -352,7 +429,7 @@ def _spread_scales(scale, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _e2m1_value(code):
+def e2m1_value(code):
     """The e2m1 values of the lowest four bits of int32 numbers, as float32."""
     # Shifted by 9, the exponent and mantissa bits are those of a float16, 2**14 times too small.
     half = (((code & 8) << 12) | ((code & 7) << 9)).to(tl.int16).to(tl.float16, bitcast=True)

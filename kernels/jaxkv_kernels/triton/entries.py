@@ -1,11 +1,12 @@
 """Storing new entries at slots of a layer, in place, and reading entries of ragged runs of tokens.
 
 Plain and e4m3 entries (`store_entries`, `load_entries`), `fp8_ds_mla` entries (`store_ds_mla`, `load_ds_mla`),
-`indexer_fp8` keys in split pages (`store_split`, `load_split`) and the bytes of entries (`store_bytes`, `load_bytes`)
-have a kernel each.  A row is one head of one token, and a program processes ROWS consecutive rows.
+`indexer_fp8` keys (`store_split`, `load_split`), other entries whose values have scales by tile (`store_tiled`,
+`load_tiled`) and the bytes of entries (`store_bytes`, `load_bytes`) have a kernel each.  A row is one head of one
+token, and a program processes ROWS consecutive rows.
 
-The functions `write_*` and `gather_*` choose the kernel.  They recognise `fp8_ds_mla` by its name, take split pages of
-indexer keys for `indexer_fp8`, and other entries that the caller scales for e4m3.  A new format needs a branch there.
+The functions `write_*` and `gather_*` choose the kernel by the format.  Other entries that the caller scales are taken
+for e4m3.
 
 To store, a program loads slots and values together, encodes, and stores each part at its slot.  No two programs write
 the same bytes, unless a slot is given twice.  To read, it finds the requests of its tokens by binary search and their
@@ -23,7 +24,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages, entry_runs
+from jaxkv_kernels.addressing import Pages, entry_runs, join_runs, split_runs
 from jaxkv_kernels.calls import (
     GatherCall,
     GatherEntries,
@@ -35,14 +36,18 @@ from jaxkv_kernels.calls import (
     WriteIndexerK,
     WriteKV,
     WriteMLA,
+    token_scale_reasons,
 )
 from jaxkv_kernels.formats import indexer_fp8
+from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.latents import fp8_ds_mla
+from jaxkv_kernels.formats.scales import RULES
 from jaxkv_kernels.triton.arithmetic import as_float32, rounded
 from jaxkv_kernels.triton.codecs import from_e4m3, has_e4m3, load_scales, power_of_two_scale, quotient, to_e4m3
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import element_type, launch
+from jaxkv_kernels.triton.tiled import load_part, store_part, tiled_entry
 from jaxkv_kernels.triton.tiles import (
     TILE_LIMIT,
     WARPS,
@@ -50,6 +55,7 @@ from jaxkv_kernels.triton.tiles import (
     load_pieces,
     load_rows,
     scale_address,
+    second_part,
     slots_of,
     store_pieces,
     store_rows,
@@ -63,6 +69,7 @@ WriteCall = WriteMLA | WriteKV | WriteIndexerK
 
 def write_unsupported_reasons(call: WriteCall | GatherCall | ReadCall) -> Iterator[str]:
     """Reasons against a call that stores entries."""
+    yield from token_scale_reasons(call)
     for size in call.entry.sizes:
         if size > TILE_LIMIT:
             yield f"part of {size} values: supports at most {TILE_LIMIT}, which is what a tile may have in Triton"
@@ -93,6 +100,8 @@ def write_mla(call: WriteMLA) -> jax.Array:
     """The buffer with latents and rotary keys stored, these rotated by `cos_sin` unless that is None."""
     if call.entry.format == "fp8_ds_mla":
         return store_ds_mla(call)
+    if call.entry.format in RULES:
+        return store_tiled(call, (call.kv_c, call.k_pe), call.cos_sin, call.interleaved)
     scales = call.kv_scale, call.kv_scale
     return store_entries(call, (call.kv_c, call.k_pe), scales, call.cos_sin, call.interleaved)
 
@@ -106,7 +115,9 @@ def write_kv(call: WriteKV) -> jax.Array:
 @jax.jit
 def write_indexer_k(call: WriteIndexerK) -> jax.Array:
     """The buffer with indexer keys stored."""
-    return store_split(call) if call.entry.split else store_entries(call, (call.k,))
+    if call.entry.format == "indexer_fp8":
+        return store_split(call)
+    return store_tiled(call, (call.k,)) if call.entry.format in RULES else store_entries(call, (call.k,))
 
 
 @jax.jit
@@ -120,6 +131,9 @@ def gather_mla(call: GatherMLA) -> tuple[jax.Array, jax.Array]:
     """Latents and rotary keys; rows without a token are 0."""
     if call.entry.format == "fp8_ds_mla":
         return load_ds_mla(call)
+    if call.entry.format in RULES:
+        kv_c, k_pe = load_tiled(call)
+        return kv_c, k_pe
     kv_c, k_pe = load_entries(call, (call.kv_scale, call.kv_scale))
     return kv_c[:, 0], k_pe[:, 0]
 
@@ -134,7 +148,9 @@ def gather_kv(call: GatherKV) -> tuple[jax.Array, jax.Array]:
 @jax.jit
 def gather_indexer_k(call: GatherIndexerK) -> jax.Array:
     """Indexer keys, dequantised; rows without a token are 0."""
-    return load_split(call) if call.entry.split else load_entries(call)[0][:, 0]
+    if call.entry.format == "indexer_fp8":
+        return load_split(call)
+    return load_tiled(call)[0] if call.entry.format in RULES else load_entries(call)[0][:, 0]
 
 
 @jax.jit
@@ -144,9 +160,11 @@ def gather_entries(call: GatherEntries) -> jax.Array:
     return found[:, 0] if call.entry.one_head else found
 
 
-def second_part(entry: Entry, pages: Pages, itemsize: int) -> int:
-    """Bytes from the start of an entry to its second part, which may lie apart."""
-    return pages.part_stride * itemsize if pages.num_parts > 1 else entry.sizes[0] * entry.dtype.itemsize
+def second_at(entry: Entry, pages: Pages, itemsize: int) -> int | None:
+    """Bytes from the start of an entry to its second part; None if this has strides of its own."""
+    if pages.values is None:
+        return entry.fields()[0].nbytes
+    return None if pages.value_distance is None else pages.value_distance * itemsize
 
 
 def two_parts(call: WriteCall | GatherCall, rows: int, scales) -> tuple[list[jax.Array], dict[str, Any]]:
@@ -155,12 +173,12 @@ def two_parts(call: WriteCall | GatherCall, rows: int, scales) -> tuple[list[jax
     If entries have one part, the second has no values.  `scales` are those of `store_entries`.
     """
     entry, itemsize = call.entry, call.buffer.dtype.itemsize
-    sizes = (*entry.sizes, 0)[:2]
+    sizes, second = (*entry.sizes, 0)[:2], second_at(entry, call.pages, itemsize)
     scales = [jnp.reshape(scale, (-1,)) for scale in scales] if entry.codec.scaled else [jnp.ones(1)] * 2
     return scales, {
         "PAGES": in_bytes(call.pages, itemsize),
         "SIZES": sizes,
-        "SECOND": second_part(entry, call.pages, itemsize) // entry.dtype.itemsize,
+        "SECOND": None if second is None else second // entry.dtype.itemsize,
         "DTYPE": element_type(entry.dtype),
         "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
         "COUNT": rows,
@@ -212,7 +230,8 @@ def _store_entries(
     else:
         tile, other = _quantised(tile, scales[0], NATIVE), _quantised(other, scales[1], NATIVE)
     store_pieces(place, tile, keep, SIZES[0], COLUMNS[0])
-    store_pieces(place + tl.full((), SECOND, tl.int64), other, keep, SIZES[1], COLUMNS[1])
+    other_place = second_part(place, buffer, layer, slot, head, PAGES, SECOND)
+    store_pieces(other_place, other, keep, SIZES[1], COLUMNS[1])
 
 
 @triton.jit
@@ -302,6 +321,55 @@ def _store_ds_mla(
     store_pieces(scales, scale, keep, SIZES[0] // TILE, TILES)
 
 
+def store_tiled(call: WriteMLA | WriteIndexerK, values, cos_sin=None, interleaved=False) -> jax.Array:
+    """The buffer with entries stored whose values have scales by tile; slots outside the cache are skipped.
+
+    Args:
+      call: a call that stores entries of a format in `formats.scales.RULES`.
+      values: one or two arrays [T, n_i].
+      cos_sin: float32 [T, n_1], by which the second part is rotated first, or None.
+      interleaved: which values of the second part are pairs, if it is rotated.
+
+    Programs store the second part first, so that its load is issued with the others.
+    """
+    slots = call.slot_mapping
+    if not slots.size:
+        return call.buffer
+    constants: dict[str, Any] = {
+        "ENTRY": tiled_entry(call.entry, call.pages, call.buffer.dtype.itemsize),
+        "COUNT": slots.size,
+        "NATIVE": has_e4m3(),
+        "PAIRS": pairs(cos_sin, interleaved),
+        "ROWS": tile_shape(call.entry.sizes)["ROWS"],
+    }
+    angles = values[-1] if cos_sin is None else cos_sin
+    operands = (values[0], values[-1], angles, slots, jnp.reshape(call.layer, (1,)))
+    grid = (triton.cdiv(slots.size, constants["ROWS"]),)
+    return launch(_store_tiled, operands, updated=(call.buffer,), grid=grid, warps=WARPS, **constants)[0]
+
+
+@triton.jit
+def _store_tiled(
+    first, second, cos_sin, slots, layers, buffer,
+    ENTRY: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    VALUES: tl.constexpr = ENTRY.values
+    SCALES: tl.constexpr = ENTRY.scales
+    FIRST: tl.constexpr = ENTRY.parts[0]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    slot = tl.load(slots + row, mask=row < COUNT, other=-1)
+    layer = tl.load(layers)
+    keep = (slot >= 0) & (slot < slots_of(layer, VALUES))
+    tile = load_rows(first, row, COUNT, FIRST.size, FIRST.columns)
+    entry = token_address(buffer, layer, slot, 0, VALUES)
+    scales = token_address(buffer, layer, slot, 0, SCALES)
+    if len(ENTRY.parts) > 1:
+        SECOND: tl.constexpr = ENTRY.parts[1]
+        other = load_rotated(second, cos_sin, row, COUNT, SECOND.size, SECOND.columns, PAIRS)
+        store_part(other, entry, scales, keep, SECOND, NATIVE)
+    store_part(tile, entry, scales, keep, FIRST, NATIVE)
+
+
 def store_split(call: WriteIndexerK) -> jax.Array:
     """The buffer with `indexer_fp8` keys stored; slots outside the cache are skipped.
 
@@ -345,16 +413,17 @@ def store_bytes(call: WriteEntries) -> jax.Array:
 
     Entries that lie in several runs of bytes (in split pages, or keys and values apart) take a kernel per run.
     """
-    buffer, slots, heads, first = call.buffer, call.slot_mapping, call.pages.num_heads, 0
+    buffer, slots, heads = call.buffer, call.slot_mapping, call.pages.num_heads
     if not slots.size:
         return buffer
     rows = slots.size * heads
-    for run in entry_runs(call.pages, call.entry, buffer.dtype.itemsize):
+    pieces = [view_as(piece, jnp.uint8) for piece in split_runs(call.pages, call.entry, call.rows, buffer.dtype)]
+    for run, piece in zip(entry_runs(call.pages, call.entry, buffer.dtype.itemsize), pieces, strict=True):
         run = in_bytes(run, buffer.dtype.itemsize)
         shape = tile_shape((run.width,))
         (buffer,) = launch(
             _store_bytes,
-            (call.rows[..., first : first + run.width], slots, jnp.reshape(call.layer, (1,))),
+            (piece, slots, jnp.reshape(call.layer, (1,))),
             updated=(buffer,),
             grid=(triton.cdiv(rows, shape["ROWS"]),),
             warps=WARPS,
@@ -362,7 +431,6 @@ def store_bytes(call: WriteEntries) -> jax.Array:
             COUNT=rows,
             **shape,
         )
-        first += run.width
     return buffer
 
 
@@ -409,7 +477,8 @@ def _load_entries(
     slot, known = ragged_slots(row // PAGES.num_heads, tables, sums, starts, layer, RUNS, PAGES)
     place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
     tile = load_pieces(place, known, SIZES[0], COLUMNS[0])
-    other = load_pieces(place + tl.full((), SECOND, tl.int64), known, SIZES[1], COLUMNS[1])
+    other_place = second_part(place, buffer, layer, slot, head, PAGES, SECOND)
+    other = load_pieces(other_place, known, SIZES[1], COLUMNS[1])
     if SCALE_STEPS is not None:
         tile = from_e4m3(tile, NATIVE) * scales[0][:, None]
         other = from_e4m3(other, NATIVE) * scales[1][:, None]
@@ -454,6 +523,44 @@ def _load_ds_mla(
     latent = rounded(tl.reshape(tiles, (ROWS, COLUMNS[0])), kv_c.dtype.element_ty)
     store_rows(kv_c, row, latent, COUNT, SIZES[0], COLUMNS[0])
     store_rows(k_pe, row, rounded(rope, k_pe.dtype.element_ty), COUNT, SIZES[1], COLUMNS[1])
+
+
+def load_tiled(call: GatherMLA | GatherIndexerK) -> list[jax.Array]:
+    """The parts [total, n_i] of entries whose values have scales by tile; rows without a token are 0."""
+    constants: dict[str, Any] = {
+        "ENTRY": tiled_entry(call.entry, call.pages, call.buffer.dtype.itemsize),
+        **ragged_constants(call),
+        "COUNT": call.total,
+        "NATIVE": has_e4m3(),
+        "ROWS": tile_shape(call.entry.sizes)["ROWS"],
+    }
+    operands = (call.buffer, *ragged_operands(call))
+    # The second result of entries with one part has a value that nothing reads.
+    results = [jax.ShapeDtypeStruct((call.total, size), call.dtype) for size in (*call.entry.sizes, 1)[:2]]
+    grid = (triton.cdiv(call.total, constants["ROWS"]),)
+    found = launch(_load_tiled, operands, results, grid=grid, warps=WARPS, **constants)
+    return list(found[: len(call.entry.sizes)])
+
+
+@triton.jit
+def _load_tiled(
+    buffer, tables, sums, starts, layers, first, second,
+    ENTRY: tl.constexpr, RUNS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    VALUES: tl.constexpr = ENTRY.values
+    SCALES: tl.constexpr = ENTRY.scales
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    layer = tl.load(layers)
+    slot, known = ragged_slots(row, tables, sums, starts, layer, RUNS, VALUES)
+    entry = token_address(buffer, layer, slot, 0, VALUES)
+    scales = token_address(buffer, layer, slot, 0, SCALES)
+    FIRST: tl.constexpr = ENTRY.parts[0]
+    tile = load_part(entry, scales, known, 0, FIRST.columns, FIRST, NATIVE)
+    if len(ENTRY.parts) > 1:
+        SECOND: tl.constexpr = ENTRY.parts[1]
+        other = load_part(entry, scales, known, 0, SECOND.columns, SECOND, NATIVE)
+        store_rows(second, row, rounded(other, second.dtype.element_ty), COUNT, SECOND.size, SECOND.columns)
+    store_rows(first, row, rounded(tile, first.dtype.element_ty), COUNT, FIRST.size, FIRST.columns)
 
 
 def load_split(call: GatherIndexerK) -> jax.Array:
@@ -509,7 +616,7 @@ def load_bytes(call: GatherEntries) -> jax.Array:
             **ragged_constants(call),
             **shape,
         )
-    return jnp.concatenate(found, axis=-1)
+    return join_runs(call.pages, call.entry, found)
 
 
 @triton.jit

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.calls import DecodeKV, PlanDecode, later_token_reasons
+from jaxkv_kernels.calls import DecodeKV, PlanDecode, token_scale_reasons
 from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.scores import too_large
 from jaxkv_kernels.triton.attention import (
@@ -32,10 +32,10 @@ from jaxkv_kernels.triton.attention import (
     store_results,
 )
 from jaxkv_kernels.triton.codecs import has_e4m3
-from jaxkv_kernels.triton.entries import second_part
+from jaxkv_kernels.triton.entries import second_at
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import capability, element_type, launch
-from jaxkv_kernels.triton.splits import Plan, combine, plan_requests
+from jaxkv_kernels.triton.splits import Plan, combine, last_ends, plan_requests
 from jaxkv_kernels.triton.tiles import in_bytes, load_pieces
 from jaxkv_kernels.tuning import configuration
 
@@ -87,8 +87,8 @@ def unsupported_reasons(call: DecodeKV) -> Iterator[str]:
     """Reasons against a call."""
     yield from empty_reasons(q=call.q, block_tables=call.block_tables)
     yield from entry_reasons(call.entry, call.q.dtype)
-    yield from later_token_reasons(call)
     yield from too_large(call.logit_cap)
+    yield from token_scale_reasons(call)
 
 
 def entry_reasons(entry: KVEntry, dtype) -> Iterator[str]:
@@ -119,14 +119,14 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
     config = kv_config(entry, rows, q.dtype)
     row_tiles, work_tiles = pages.num_heads * config.row_tiles(rows), plan.work_tiles.shape[0]
     in_memory = in_bytes(pages, buffer.dtype.itemsize)
-    loads = _loads(entry, in_memory, element_type(q.dtype), second_part(entry, pages, buffer.dtype.itemsize))
+    loads = _loads(entry, in_memory, element_type(q.dtype))
     one = (1,)
     scales = [jnp.reshape(scale if x is None else x, (-1,)) for x in (call.k_scale, call.v_scale)]
     split_shape = (work_tiles if plan.may_split else 1, q_len * heads)
     out, lse, split_out, split_lse = launch(
         _attend_kv,
         (
-            q, buffer, call.block_tables, call.seq_lens, plan.work_tiles, jnp.reshape(call.layer, one),
+            q, buffer, call.block_tables, last_ends(call), plan.work_tiles, jnp.reshape(call.layer, one),
             jnp.reshape(scale, one), *scales,
         ),
         (
@@ -138,31 +138,45 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
         PAGES=in_memory, LOADS=loads, SCALED=entry.codec.scaled,
         SCALE_STEPS=tuple(int(x.size > 1) for x in scales), TABLE=call.block_tables.shape[1], Q_LEN=q_len, HEADS=heads,
-        ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window, CONFIG=config,
+        ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window, AHEAD=call.ahead,
+        TRAILING=call.trailing is not None, CONFIG=config,
     )  # fmt: skip
     if plan.may_split:
         out, lse = combine(out, lse, split_out, split_lse, plan)
     return out, lse
 
 
-def _loads(entry, in_memory, dtype, second_at) -> EntryLoads:
+def _loads(entry, in_memory, dtype) -> EntryLoads:
     least = {"nvfp4": 64, "int8": 32}.get(entry.format, 16)  # columns of the smallest product, 16, of each tile
     first, second = entry.sizes
-    steps = (in_memory.layer_stride, in_memory.block_stride, in_memory.head_stride, in_memory.token_stride)
+    steps = []
+    for part in in_memory.parts:
+        steps += [part.offset, part.layer_stride, part.block_stride, part.head_stride, part.token_stride]
     return EntryLoads(
         format=entry.format, latents=False, first=first, second=second,
         first_columns=max(least, next_power_of_two(first)), second_columns=max(least, next_power_of_two(second)),
         stored=element_type(entry.dtype), dtype=dtype, native=has_e4m3(),
-        even=not any(n % 2 for n in (in_memory.offset, *steps, *entry.sizes)), second_at=second_at,
+        even=not any(n % 2 for n in (*steps, *entry.sizes)),
+        second_at=second_at(entry, in_memory, 1), scales_at=_scales_at(entry, apart=in_memory.values is not None),
     )  # fmt: skip
+
+
+def _scales_at(entry, *, apart: bool) -> tuple[int, int]:
+    """Bytes from the start of a key, and from that of a value, to its scales; 0 if it has none."""
+    planes = entry.planes if apart else (entry.fields(), entry.fields())
+    found = []
+    for name, plane in zip(entry.named_sizes, planes, strict=True):
+        at = {field.name: field.offset for field in plane}
+        found.append(at.get(f"{name} scales", at[name]) - at[name])
+    return found[0], found[1]
 
 
 @triton.jit
 def _attend_kv(
-    q, buffer, table, seq_lens, work_tiles, layers, scales, k_scales, v_scales, out, lse, split_out, split_lse,
+    q, buffer, table, last_ends, work_tiles, layers, scales, k_scales, v_scales, out, lse, split_out, split_lse,
     PAGES: tl.constexpr, LOADS: tl.constexpr, SCALED: tl.constexpr, SCALE_STEPS: tl.constexpr, TABLE: tl.constexpr,
     Q_LEN: tl.constexpr, HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
-    CONFIG: tl.constexpr,
+    AHEAD: tl.constexpr, TRAILING: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     ALL: tl.constexpr = Q_LEN * HEADS
     index = tl.program_id(0) // ROW_TILES
@@ -177,8 +191,8 @@ def _attend_kv(
     if SCALED:
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
     acc, row_max, row_sum = attend_tiles(
-        queries, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
-        PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, CONFIG, False,
+        queries, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
+        PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, False,
     )  # fmt: skip
     result = join_columns(acc, LOADS.ways) * LOADS.unit
     if SCALED:

@@ -5,6 +5,7 @@ import jax
 from jaxkv_kernels import calls
 from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
+from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.triton import (
     available,
     blocks,
@@ -16,15 +17,19 @@ from jaxkv_kernels.triton import (
     mla,
     plan_decode,
     select_topk,
+    states,
 )
 from jaxkv_kernels.triton.splits import Plan
 from jaxkv_kernels.xla import prefill
+from jaxkv_kernels.xla.masked import decode_by_parts, plan_by_parts, reasons_by_parts
 
 _PLAIN = ("bf16", "f16", "f32")
-_MLA: Listed = {MLAEntry: (*_PLAIN, "fp8", "fp8_ds_mla")}
+_TILED_MLA = ("fp8_v4", "fp8_v41", "fp8_v41_split", "nvfp4_ds_mla", "mxfp4_ds_mla", "fp4_v41", "fp4_v41_split")
+_MLA: Listed = {MLAEntry: (*_PLAIN, "fp8", "fp8_ds_mla", *_TILED_MLA)}
 _KV: Listed = {KVEntry: (*_PLAIN, "fp8")}
 _ATTENDED_KV: Listed = {KVEntry: (*_KV[KVEntry], "int8", "nvfp4")}
-_INDEXER: Listed = {IndexerEntry: (*_PLAIN, "indexer_fp8")}
+_INDEXER: Listed = {IndexerEntry: (*_PLAIN, "indexer_fp8", "indexer_mxfp4")}
+_STATE: Listed = {StateEntry: StateEntry.formats}
 
 
 def _unavailable_reasons() -> list[str]:
@@ -79,21 +84,22 @@ class Triton(Kernels):
     def read_indexer_k(self, call: calls.ReadIndexerK) -> jax.Array:
         return self.gather_indexer_k(call.gather())
 
-    @supports({**_MLA, **_ATTENDED_KV}, plan_decode.unsupported_reasons, _unavailable_reasons)
-    def plan_decode(self, call: calls.PlanDecode) -> Plan:
-        return plan_decode.plan_decode(call)
+    @supports({**_MLA, **_ATTENDED_KV}, reasons_by_parts(plan_decode.unsupported_reasons), _unavailable_reasons)
+    def plan_decode(self, call: calls.PlanDecode) -> Plan | tuple[Plan, ...]:
+        return plan_by_parts(call, plan_decode.plan_decode)
 
-    @supports(_MLA, mla.unsupported_reasons, _unavailable_reasons)
+    @supports(_MLA, reasons_by_parts(mla.unsupported_reasons), _unavailable_reasons)
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
-        return mla.decode_mla(call)
+        return decode_by_parts(call, mla.decode_mla)
 
-    @supports(_ATTENDED_KV, gqa.unsupported_reasons, _unavailable_reasons)
+    @supports(_ATTENDED_KV, reasons_by_parts(gqa.unsupported_reasons), _unavailable_reasons)
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
-        return gqa.decode_kv(call)
+        return decode_by_parts(call, gqa.decode_kv)
 
     @supports(_MLA, mla.sparse_unsupported_reasons, _unavailable_reasons)
-    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
-        return mla.decode_mla_sparse(call)
+    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array, None]:
+        out, lse = mla.decode_mla_sparse(call)
+        return out, lse, None
 
     @supports(_MLA, entries.gather_unsupported_reasons, _unavailable_reasons)
     def prefill_mla(self, call: calls.PrefillMLA) -> tuple[jax.Array, jax.Array]:
@@ -114,6 +120,14 @@ class Triton(Kernels):
     @supports(None, merge_states.unsupported_reasons, _unavailable_reasons)
     def merge_states(self, call: calls.MergeStates) -> tuple[jax.Array, jax.Array]:
         return merge_states.merge_states(call)
+
+    @supports(_STATE, states.unsupported_reasons, _unavailable_reasons)
+    def write_state(self, call: calls.WriteState) -> jax.Array:
+        return states.write_state(call)
+
+    @supports(_STATE, states.unsupported_reasons, _unavailable_reasons)
+    def read_state(self, call: calls.ReadState) -> dict[str, jax.Array]:
+        return states.read_state(call)
 
     @supports(None, blocks.unsupported_reasons, _unavailable_reasons)
     def copy_blocks(self, call: calls.CopyBlocks) -> jax.Array:

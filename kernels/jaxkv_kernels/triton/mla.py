@@ -1,8 +1,9 @@
 """Absorbed attention over paged latents: to a request's tokens (`decode_mla`), or selected slots (`decode_mla_sparse`).
 
 The kernel computes softmax(scale * (q_latent . latent + q_pe . rope)) . latent: keys are (latent, rope), values are the
-latents.  For selected slots, every query token is computed as a request of its own, whose block table is its list of
-slots, as blocks of one token.
+latents, or the same as keys in the formats of DeepSeek V4 and V4.1.  For selected slots, every query token is computed
+as a request of its own, whose block table is its list of slots, as blocks of one token.  Two caches are attended to one
+after the other, and their float32 results merged.
 
 A program processes a work tile of the plan (a range of a request's tokens) for a tile of query rows (query tokens x
 heads).  It loads each latent once and uses it as key and as value.  It runs the loop of `attention.py`, in which a
@@ -24,10 +25,10 @@ from typing import Any, ClassVar
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode, later_token_reasons
+from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode, max_logits_reasons
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
-from jaxkv_kernels.scores import too_large
+from jaxkv_kernels.scores import too_large, with_sinks
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.attention import (
     Config,
@@ -47,12 +48,15 @@ from jaxkv_kernels.triton.splits import (
     Plan,
     batch_invariant_reasons,
     combine,
+    last_ends,
     make_plan,
     multiprocessors,
     plan_requests,
 )
+from jaxkv_kernels.triton.tiled import is_tiled, tiled_entry
 from jaxkv_kernels.triton.tiles import in_bytes, load_pieces
 from jaxkv_kernels.tuning import configuration
+from jaxkv_kernels.xla.softmax import joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,21 +93,24 @@ def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
       3.9).  fp8 takes 92 KiB and 192 to 196 registers with tiles of 64 keys, each of half as many bytes.
     - More rows on sm_90: tiles of 64 rows and 64 keys.  The queries (72 KiB) and two tiles of keys (72 KiB each) take
       216 KiB, and the results 128 registers per thread of 8 warps.  fp8_ds_mla has a third stage of raw bytes: 226 KiB.
+    - Rotary parts that are summed as well: they are one tile more, of as many columns as the tiles of latents have.
     - More rows on other GPUs: tiles of 32 keys fit.  64 rows fit on sm_80 only, and only for entries that are not
       decoded, because decoded values need more memory.
     """
+    summed = entry.codec.rope_in_values
     if jnp.dtype(dtype) == jnp.float32:
-        return LatentConfig(rows=16, keys=16, columns=128, warps=4, stages=1, programs_per_sm=1)
+        columns = COLUMNS if summed else 128
+        return LatentConfig(rows=16, keys=16, columns=columns, warps=4, stages=1, programs_per_sm=1)
     arch = capability()
     large_shared_memory = arch in (80, 90)
     if rows <= 16:
         if entry.codec.scaled and arch == 90:
             return LatentConfig(rows=16, keys=64, columns=64, warps=4, stages=3, programs_per_sm=2)
-        columns = 64 if entry.codec.scaled else 128
+        columns = COLUMNS if entry.codec.scaled or summed else 128
         stages, programs = (3, 2) if large_shared_memory else (2, 1)
         return LatentConfig(rows=16, keys=32, columns=columns, warps=4, stages=stages, programs_per_sm=programs)
     quantized = entry.dtype.itemsize == 1
-    columns = 256 if entry.codec.scaled else 128
+    columns = 256 if entry.codec.scaled else COLUMNS if summed else 128
     if arch == 90:
         stages = 3 if quantized else 2
         return LatentConfig(
@@ -119,24 +126,27 @@ SMALLEST_EXPONENT = tl.constexpr(-100)
 
 LATENT, ROPE = 512, 64
 """The largest parts of entries whose tiles fit in shared memory."""
+COLUMNS = 64
+"""Values of a product with latents whose rotary parts are summed as well: a rotary part is a tile of as many."""
 
 
 def unsupported_reasons(call: DecodeMLA) -> Iterator[str]:
     """Reasons against a call of `decode_mla`."""
     yield from empty_reasons(q_latent=call.q_latent, block_tables=call.block_tables)
     yield from entry_reasons(call.entry)
-    yield from later_token_reasons(call)
     yield from too_large(call.logit_cap)
 
 
 def sparse_unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
     """Reasons against a call of `decode_mla_sparse`."""
-    if call.extra is not None:
-        yield "`extra`: supports one cache per call"
     yield from empty_reasons(q_latent=call.q_latent, slots=call.slots)
     yield from entry_reasons(call.entry)
+    if call.extra is not None:
+        yield from empty_reasons(**{"extra.slots": call.extra.slots})
+        yield from entry_reasons(call.extra.entry)
     yield from too_large(call.logit_cap)
     yield from batch_invariant_reasons(call)
+    yield from max_logits_reasons(call)
 
 
 def entry_reasons(entry: MLAEntry) -> Iterator[str]:
@@ -144,6 +154,8 @@ def entry_reasons(entry: MLAEntry) -> Iterator[str]:
     latent, rope = entry.sizes
     if latent > LATENT or rope > ROPE:
         yield f"entries of {latent} + {rope} values: supports at most {LATENT} + {ROPE}"
+    if entry.codec.rope_in_values and latent % COLUMNS:
+        yield f"latents of {latent} values in format {entry.format!r}: supports multiples of {COLUMNS}"
 
 
 def plan_latents(call: PlanDecode | DecodeMLA) -> Plan:
@@ -154,20 +166,40 @@ def plan_latents(call: PlanDecode | DecodeMLA) -> Plan:
 
 @jax.jit
 def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
-    """Attention to the tokens of each request: out [B, Q, Hq, R] and lse [B, Q, Hq]."""
+    """Attention to the tokens of each request: out [B, Q, Hq, V] and lse [B, Q, Hq]."""
     if call.plan is None:
         call = replace(call, plan=plan_latents(call))
-    return _attend(call, call.pages.block_size)
+    return _attend(call, call.pages.block_size, None, call.dtype)
 
 
 @jax.jit
 def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
-    """Attention of each query token to its slots: out [B, Q, Hq, R] and lse [B, Q, Hq]."""
+    """Attention of each query token to its slots, of one cache or of two: out [B, Q, Hq, V] and lse [B, Q, Hq]."""
+    extra = call.extra
+    if extra is None:
+        return _attend_slots(call, call.q_latent.dtype)
+    fields = ("buffer", "pages", "entry", "layer", "slots", "counts", "kv_scale")
+    first = replace(call, extra=None, sinks=None)
+    second = replace(first, **{name: getattr(extra, name) for name in fields})
+    out, lse = joined([_attend_slots(one, jnp.float32) for one in (first, second)])
+    if call.sinks is not None:
+        out = with_sinks(out, lse, call.sinks)
+    return out.astype(call.q_latent.dtype), lse
+
+
+def _attend_slots(call: DecodeMLASparse, result: jax.typing.DTypeLike) -> tuple[jax.Array, jax.Array]:
+    """Attention to the slots of one cache: out of dtype `result`, and lse."""
     batch, q_len, heads, _ = call.q_latent.shape
     requests, size = batch * q_len, call.slots.shape[-1]
     config = latent_config(call.entry, heads, call.entry.dtype)
     options = dict(
-        config=config, row_tiles=config.row_tiles(heads), q_len=1, window=None, longest=size, sms=multiprocessors()
+        config=config,
+        row_tiles=config.row_tiles(heads),
+        q_len=1,
+        window=None,
+        ahead=0,
+        longest=size,
+        sms=multiprocessors(),
     )
     if call.counts is None:
         # All lengths are known at trace time, and therefore also the number of work tiles.
@@ -191,45 +223,50 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
         logit_cap=call.logit_cap,
         window=None,
         ahead=0,
+        tree=None,
+        mask=None,
         q_latent=call.q_latent.reshape(requests, 1, heads, -1),
         q_pe=call.q_pe.reshape(requests, 1, heads, -1),
         kv_scale=call.kv_scale,
     )
-    out, lse = _attend(of_tokens, 1, call.sinks)
-    return out.reshape(call.q_latent.shape), lse.reshape(batch, q_len, heads)
+    out, lse = _attend(of_tokens, 1, call.sinks, result)
+    return out.reshape(batch, q_len, heads, -1), lse.reshape(batch, q_len, heads)
 
 
-def _attend(call: DecodeMLA, table_block: int, sinks: jax.Array | None = None) -> tuple[jax.Array, jax.Array]:
-    """Attention of a call with a plan.
+def _attend(
+    call: DecodeMLA, table_block: int, sinks: jax.Array | None, result: jax.typing.DTypeLike
+) -> tuple[jax.Array, jax.Array]:
+    """Attention of a call with a plan: out of dtype `result`, and lse.
 
     Its `block_tables` have the ids of blocks of `table_block` tokens: blocks of the cache, or slots if that is 1.
     """
     plan: Plan = call.plan
     buffer, table, scale, q_latent = call.buffer, call.block_tables, call.scale, call.q_latent
-    batch, q_len, heads, latent = q_latent.shape
-    dtype = q_latent.dtype
+    batch, q_len, heads, _ = q_latent.shape
+    dtype, size = q_latent.dtype, call.entry.value_dim
     config = latent_config(call.entry, q_len * heads, dtype)
     row_tiles, work_tiles = config.row_tiles(q_len * heads), plan.work_tiles.shape[0]
     in_memory = in_bytes(call.pages, buffer.dtype.itemsize)
+    loads = _loads(call.entry, in_memory, config.columns, dtype)
     one = (1,)
     split_shape = (work_tiles if plan.may_split else 1, q_len * heads)
     out, lse, split_out, split_lse = launch(
         _attend_latents,
         (
-            q_latent, call.q_pe, buffer, table, call.seq_lens, plan.work_tiles, jnp.reshape(call.layer, one),
+            q_latent, call.q_pe, buffer, table, last_ends(call), plan.work_tiles, jnp.reshape(call.layer, one),
             jnp.reshape(scale, one), jnp.reshape(scale if call.kv_scale is None else call.kv_scale, one),
             scale if sinks is None else sinks,
         ),
         (
-            jax.ShapeDtypeStruct(q_latent.shape, dtype),
+            jax.ShapeDtypeStruct((batch, q_len, heads, size), result),
             jax.ShapeDtypeStruct((batch, q_len, heads), jnp.float32),
-            jax.ShapeDtypeStruct((*split_shape, latent), jnp.float32),
+            jax.ShapeDtypeStruct((*split_shape, size), jnp.float32),
             jax.ShapeDtypeStruct(split_shape, jnp.float32),
         ),
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
-        PAGES=in_memory, LOADS=_loads(call.entry, in_memory, config.columns, dtype), TABLE=table.shape[1],
+        PAGES=in_memory if loads.tiled is None else loads.tiled.values, LOADS=loads, TABLE=table.shape[1],
         TABLE_BLOCK=table_block, Q_LEN=q_len, HEADS=heads, ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window,
-        SINKS=sinks is not None, CONFIG=config,
+        AHEAD=call.ahead, TRAILING=call.trailing is not None, SINKS=sinks is not None, CONFIG=config,
     )  # fmt: skip
     if plan.may_split:
         out, lse = combine(out, lse, split_out, split_lse, plan, sinks)
@@ -237,18 +274,23 @@ def _attend(call: DecodeMLA, table_block: int, sinks: jax.Array | None = None) -
 
 
 def _loads(entry, in_memory, columns, dtype) -> EntryLoads:
-    if entry.format == "fp8_ds_mla" and columns % TILE:
-        raise ValueError(f"`columns` is {columns}: expected a multiple of {TILE} for fp8_ds_mla")
     latent, rope = entry.sizes
+    summed = entry.codec.rope_in_values
+    tiled = tiled_entry(entry, in_memory, 1) if is_tiled(entry) else None
+    multiple = TILE if entry.format == "fp8_ds_mla" else 1 if tiled is None else tiled.parts[0].tile
+    if columns % multiple:
+        raise ValueError(f"`columns` is {columns}: expected a multiple of {multiple} for {entry.format}")
+    if summed and columns != COLUMNS:
+        raise ValueError(f"`columns` is {columns}: expected {COLUMNS} for {entry.format}, which sums rotary parts")
     least = 32 if entry.codec.scaled else 16  # columns of the smallest product; twice that if a load gives two tiles
     steps = (in_memory.offset, in_memory.layer_stride, in_memory.block_stride, in_memory.token_stride)
     operands = jnp.float16 if entry.codec.scaled and dtype != jnp.float32 else dtype
     return EntryLoads(
         format=entry.format, latents=True, first=latent, second=rope,
         first_columns=min(columns, max(least, next_power_of_two(latent))),
-        second_columns=max(least, next_power_of_two(rope)),
+        second_columns=COLUMNS if summed else max(least, next_power_of_two(rope)),
         stored=element_type(entry.dtype), dtype=element_type(operands), native=has_e4m3(),
-        even=not any(n % 2 for n in (*steps, *entry.sizes)),
+        even=not any(n % 2 for n in (*steps, *entry.sizes)), tiled=tiled, rope_in_values=summed,
     )  # fmt: skip
 
 
@@ -282,11 +324,11 @@ def _join_pairs(halves, factor):
 
 @triton.jit
 def _attend_latents(
-    q_latent, q_pe, buffer, table, seq_lens, work_tiles, layers, scales, kv_scales, sinks,
+    q_latent, q_pe, buffer, table, last_ends, work_tiles, layers, scales, kv_scales, sinks,
     out, lse, split_out, split_lse,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
-    HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, SINKS: tl.constexpr,
-    CONFIG: tl.constexpr,
+    HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr,
+    TRAILING: tl.constexpr, SINKS: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
     LATENT: tl.constexpr = LOADS.first
     ROPE: tl.constexpr = LOADS.second
@@ -312,12 +354,12 @@ def _attend_latents(
     # With few rows, enough registers are left for a row sum per column.
     SUM_PER_COLUMN: tl.constexpr = LOADS.ways == 2 and LOADS.native and CONFIG.rows < 64
     acc, row_max, row_sum = attend_tiles(
-        q_rope + q, scale, buffer, layers, table, seq_lens, request, begin, end, head, token,
-        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, CONFIG, SUM_PER_COLUMN,
+        q_rope + q, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
+        PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, SUM_PER_COLUMN,
     )  # fmt: skip
     if LOADS.ways == 2:
         acc = _join_pairs(acc, tl.load(kv_scales))
     store_results(
         acc, row_max, row_sum, out, lse, split_out, split_lse, sinks, index, request, is_split, line, live,
-        line % HEADS, Q_LEN * HEADS, LATENT, SINKS,
+        line % HEADS, Q_LEN * HEADS, LATENT + ROPE if LOADS.rope_in_values else LATENT, SINKS,
     )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from jaxkv_kernels.calls import PlanDecode, later_token_reasons
+from jaxkv_kernels.calls import PlanDecode
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.triton import gqa, mla
 from jaxkv_kernels.triton.attention import empty_reasons
@@ -16,7 +16,6 @@ def unsupported_reasons(call: PlanDecode) -> Iterator[str]:
         yield from mla.entry_reasons(call.entry)
     else:
         yield from gqa.entry_reasons(call.entry, call.dtype)
-    yield from later_token_reasons(call)
     yield from batch_invariant_reasons(call)
 
 

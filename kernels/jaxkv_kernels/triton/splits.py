@@ -26,7 +26,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import table_tokens
+from jaxkv_kernels.addressing import lengths_in_table, table_tokens
 from jaxkv_kernels.calls import DecodeCall, DecodeMLASparse, PlanDecode
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.attention import (
@@ -41,6 +41,7 @@ from jaxkv_kernels.triton.attention import (
 from jaxkv_kernels.triton.interpreter import interpreting
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import element_type, launch
+from jaxkv_kernels.xla.paged import query_ranges
 
 
 @jax.tree_util.register_dataclass
@@ -82,29 +83,46 @@ def plan_requests(call: PlanDecode | DecodeCall, config: Config, rows: int) -> P
     """The schedule for `rows` rows of queries per request and head of the cache."""
     return make_plan(
         call.seq_lens,
+        call.trailing,
         config=config,
         row_tiles=call.pages.num_heads * config.row_tiles(rows),
         q_len=call.q_len,
         window=call.window,
+        ahead=call.ahead,
         longest=table_tokens(call.block_tables, call.pages.block_size),
         sms=multiprocessors(),
     )
 
 
-@partial(jax.jit, static_argnames=("config", "row_tiles", "q_len", "window", "longest", "sms"))
+def last_ends(call: DecodeCall) -> jax.Array:
+    """The position [B] after the last query token of each request; unclamped lengths if there is no `trailing`."""
+    if call.trailing is None:
+        return call.seq_lens
+    return lengths_in_table(call.seq_lens, call.block_tables, call.pages.block_size) - call.trailing
+
+
+@partial(jax.jit, static_argnames=("config", "row_tiles", "q_len", "window", "ahead", "longest", "sms"))
 def make_plan(
-    seq_lens, *, config: Config, row_tiles: int, q_len: int, window: int | None, longest: int, sms: int
+    seq_lens,
+    trailing=None,
+    *,
+    config: Config,
+    row_tiles: int,
+    q_len: int,
+    window: int | None,
+    ahead: int | None,
+    longest: int,
+    sms: int,
 ) -> Plan:
     """The schedule for requests of `seq_lens` [B] (clamped to the range 0 to `longest`) on `sms` multiprocessors.
 
-    `row_tiles` programs share each work tile.  With a window, requests begin at the first token that some query sees.
+    `row_tiles` programs share each work tile.  Requests begin at the first token that some query token sees, and end at
+    the last one; `trailing` [B], `window` and `ahead` are those of `DecodeCall`.
     """
     batch = seq_lens.size
     places = sms * config.programs_per_sm  # programs that run at the same time
-    ends = jnp.clip(seq_lens, 0, longest)
-    begins = jnp.zeros_like(ends)
-    if window is not None:
-        begins = jnp.clip(ends - q_len + 1 - window, 0, ends)
+    seen = query_ranges(jnp.clip(seq_lens, 0, longest), q_len, window, ahead, trailing)
+    begins, ends = seen[0][:, 0], jnp.maximum(seen[1][:, -1], 0)
     lengths = ends - begins
 
     longest_length = jnp.maximum(lengths.max(), 1)

@@ -37,6 +37,20 @@ def token_address(buffer, layer, slot, head, PAGES: tl.constexpr):
 
 
 @triton.jit
+def second_part(place, buffer, layer, slot, head, PAGES: tl.constexpr, SECOND: tl.constexpr):
+    """The start of the second parts of entries that begin at `place`, as pointers of the same type.
+
+    They begin SECOND elements later or, if SECOND is None, where the strides of values put them.
+    """
+    if SECOND is None:
+        VALUES: tl.constexpr = PAGES.values
+        found = token_address(buffer, layer, slot, head, VALUES).to(place.dtype)
+    else:
+        found = place + tl.full((), SECOND, tl.int64)
+    return found
+
+
+@triton.jit
 def value_address(buffer, layer, slot, PAGES: tl.constexpr, SIZE: tl.constexpr):
     """The start of the SIZE bytes of a key's values, in split pages."""
     page = page_address(buffer, layer, slot // PAGES.block_size, 0, PAGES)

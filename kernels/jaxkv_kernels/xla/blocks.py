@@ -1,15 +1,18 @@
 """Copying, reading and writing whole blocks, all layers and groups at once."""
 
+from math import prod
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages, read_entries, write_entries
+from jaxkv_kernels.addressing import Pages, arrays_of, read_entries, write_entries
 from jaxkv_kernels.calls import CopyBlocks, ReadBlocks, WriteBlocks
 
 
-def _moved(pages: Pages) -> Pages:
+def _moved(pages: Pages) -> tuple[Pages, ...]:
     """Addresses of the units that are moved: if blocks are runs, whole blocks as single entries; otherwise entries."""
-    return pages.whole_blocks if pages.blocks_are_runs else pages
+    return (pages.whole_blocks,) if pages.blocks_are_runs else pages.parts
 
 
 def _grid(pages, blocks):
@@ -25,21 +28,29 @@ def _valid(pages, blocks):
 
 def read_rows(buffer, pages, blocks):
     """Rows [n, block_elements] of `blocks` [n]; 0 for ids outside the cache."""
-    valid, moved = _valid(pages, blocks), _moved(pages)
-    rows = read_entries(buffer, moved, **_grid(moved, jnp.where(valid, blocks, 0)))
-    return jnp.where(valid[:, None], rows.reshape(blocks.size, pages.block_elements), 0)
+    valid = _valid(pages, blocks)
+    parts, known = _moved(pages), jnp.where(valid, blocks, 0)
+    arrays = arrays_of(buffer, len(parts))
+    found = [read_entries(x, moved, **_grid(moved, known)) for x, moved in zip(arrays, parts, strict=True)]
+    rows = jnp.concatenate([entries.reshape(blocks.size, prod(entries.shape[1:])) for entries in found], axis=1)
+    return jnp.where(valid[:, None], rows, 0)
 
 
-def write_rows(buffer, pages, blocks, rows, keep=True):
+def write_rows(buffer: Any, pages: Pages, blocks: jax.Array, rows: jax.Array, keep: Any = True) -> Any:
     """The buffer with rows [n, block_elements] stored in `blocks` [n].
 
     Ids that are outside the cache, or for which `keep` is false, are skipped.
     """
-    keep, moved = _valid(pages, blocks) & keep, _moved(pages)
-    index = _grid(moved, blocks)
-    shape = index["block"].shape
-    keep = jnp.broadcast_to(keep.reshape(-1, *[1] * (len(shape) - 1)), shape)
-    return write_entries(buffer, moved, rows.reshape(*keep.shape, moved.width), keep, **index)
+    keep, first, written = _valid(pages, blocks) & keep, 0, []
+    for i, moved in enumerate(_moved(pages)):
+        array = buffer[i] if isinstance(buffer, tuple) else written.pop() if written else buffer
+        index = _grid(moved, blocks)
+        shape = index["block"].shape
+        kept = jnp.broadcast_to(keep.reshape(-1, *[1] * (len(shape) - 1)), shape)
+        last = first + prod(shape[1:]) * moved.width
+        written.append(write_entries(array, moved, rows[:, first:last].reshape(*shape, moved.width), kept, **index))
+        first = last
+    return tuple(written) if isinstance(buffer, tuple) else written[0]
 
 
 @jax.jit

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import load_entries, ragged_slots, store_entries
+from jaxkv_kernels.addressing import load_entries, ragged_slots, scale_at, store_entries
 from jaxkv_kernels.calls import (
     CacheCall,
     GatherCall,
@@ -38,7 +38,8 @@ def write_mla(call: WriteMLA) -> jax.Array:
 @jax.jit
 def write_kv(call: WriteKV) -> jax.Array:
     """The buffer with keys and values stored."""
-    return _stored(call, (call.k, call.v), call.slot_mapping, (call.k_scale, call.v_scale))
+    scales = (scale_at(scale, call.slot_mapping) for scale in (call.k_scale, call.v_scale))
+    return _stored(call, (call.k, call.v), call.slot_mapping, tuple(scales))
 
 
 @jax.jit
@@ -105,7 +106,7 @@ def read_kv(call: ReadKV) -> tuple[jax.Array, jax.Array]:
 def _keys_and_values(call: GatherKV | ReadKV, slots: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Keys and values at `slots`; 0 outside the cache."""
     rows, valid = load_entries(call.buffer, call.pages, call.entry, slots, call.layer)
-    k, v = call.entry.decode(rows, call.dtype, (call.k_scale, call.v_scale))
+    k, v = call.entry.decode(rows, call.dtype, (scale_at(call.k_scale, slots), scale_at(call.v_scale, slots)))
     return jnp.where(valid[:, None, None], k, 0), jnp.where(valid[:, None, None], v, 0)
 
 

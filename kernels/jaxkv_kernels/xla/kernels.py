@@ -30,6 +30,7 @@ class XLA(Kernels):
     """Plain JAX, for any device."""
 
     transformable = True
+    two_arrays = True
 
     @supports(_MLA)
     def write_mla(self, call: calls.WriteMLA) -> jax.Array:
@@ -59,7 +60,7 @@ class XLA(Kernels):
     def gather_indexer_k(self, call: calls.GatherIndexerK) -> jax.Array:
         return entries.gather_indexer_k(call)
 
-    @supports({**_MLA, **_KV, **_INDEXER})
+    @supports()
     def gather_entries(self, call: calls.GatherEntries) -> jax.Array:
         return entries.gather_entries(call)
 
@@ -88,7 +89,7 @@ class XLA(Kernels):
         return attention.decode_kv(call)
 
     @supports(_MLA, _batch_invariant_reasons)
-    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
+    def decode_mla_sparse(self, call: calls.DecodeMLASparse) -> tuple[jax.Array, jax.Array, jax.Array | None]:
         return sparse.decode_mla_sparse(call)
 
     @supports(_MLA)

@@ -16,12 +16,12 @@ PART_BYTES = 2**28
 is several times as much as their queries and results.  A single request may need more."""
 
 
-def in_parts(function: Callable[..., Any], *arrays: jax.Array | None, bytes_per_request: int) -> Any:
+def in_parts(function: Callable[..., Any], *arrays: Any, bytes_per_request: int) -> Any:
     """`function(*arrays)`, computed for as many requests at a time as `PART_BYTES` allow, at least one.
 
     Args:
-      function: a function whose arguments and results are arrays with a leading axis of requests.  The result of a
-        request must not depend on the others.
+      function: a function whose arguments and results are pytrees of arrays with a leading axis of requests.  The
+        result of a request must not depend on the others.
       *arrays: its arguments.  None, for an array that there is not, is passed as it is.
       bytes_per_request: its temporary memory.
     """
@@ -88,7 +88,7 @@ def query_ranges(
     begins = jnp.zeros_like(ends) if window is None else jnp.maximum(ends - window, 0)
     if ahead is None:
         ends = jnp.broadcast_to(lengths[:, None], ends.shape)
-    elif ahead:
+    elif ahead or trailing is not None:
         ends = jnp.minimum(ends, lengths[:, None] - ahead) + ahead  # in this order, no sum overflows
     return begins, ends
 

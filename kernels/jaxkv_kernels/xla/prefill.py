@@ -1,8 +1,10 @@
 """Attention of many new tokens to gathered keys and values: to the new ones at once, to earlier ones in chunks.
 
-The gather of the implementation reads entries, and its `DenseAttention` attends to them as arrays.  The last Q tokens
-of each request are gathered and attended to at once.  Earlier tokens are gathered in chunks of bounded memory.  Each
-attention returns a result (out, lse), and results are merged by their log-sum-exps.
+The gather of the implementation reads entries, and its `DenseAttention` attends to them as arrays.  Under a causal
+mask, the last Q tokens of each request are gathered and attended to at once.  Earlier tokens, or without a causal mask
+all tokens, are gathered in chunks of bounded memory, from the first one that some query token sees.  Each attention
+returns a result (out, lse), and results are merged by their log-sum-exps.  XLA attends if the mask is not one of
+`DenseAttention`'s.
 """
 
 from abc import ABC, abstractmethod
@@ -17,6 +19,7 @@ from jax import lax
 
 from jaxkv_kernels.addressing import lengths_in_table, sums_from_0, table_tokens
 from jaxkv_kernels.calls import ExpandedHeads, PrefillKV, PrefillMLA
+from jaxkv_kernels.scores import merged
 from jaxkv_kernels.xla import expanded
 from jaxkv_kernels.xla.paged import walk
 
@@ -29,12 +32,15 @@ def _one_split(keys: int, rows: int) -> int:
 
 
 class DenseAttention(NamedTuple):
-    """Kernels of attention to keys and values per head that are arrays, and how an implementation calls them."""
+    """Kernels of attention to keys and values per head that are arrays, and how an implementation calls them.
+
+    Queries see all keys or, with an `ahead` of 0, those up to their own.  Other masks are left to XLA.
+    """
 
     attention: Callable[..., tuple[jax.Array, jax.Array]]
-    """As `jaxkv_kernels.xla.expanded.attention`."""
+    """As `jaxkv_kernels.xla.expanded.attention`, with a `window` only if `ahead` is 0."""
     ragged_attention: Callable[..., tuple[jax.Array, jax.Array]]
-    """As `jaxkv_kernels.xla.expanded.ragged_attention`."""
+    """As `jaxkv_kernels.xla.expanded.ragged_attention`, without a `window`."""
     splits: Callable[[int, int], int] = _one_split
     """`splits(keys, rows)`: the number of equal splits of a chunk's keys per request, a divisor of it, for so many rows
     (requests x heads x query tokens).  The kernel attends to splits as to requests of their own."""
@@ -50,7 +56,9 @@ class SharedRopeAttention(NamedTuple):
     """Attention to expanded latents by a kernel for which the rotary keys, which all heads share, are an own array."""
 
     attend: Callable[..., tuple[jax.Array, jax.Array]]
-    """`attend(q, k_nope, k_pe, v, kv_lens)` returns out [splits, B, Q, H, V] and lse [splits, B, Q, H]."""
+    """`attend(q, k_nope, k_pe, v, kv_lens)` returns out [splits, B, Q, H, V] and lse [splits, B, Q, H].  If some query
+    tokens do not see all keys, it gets `window`, `ahead` and `offset` of `jaxkv_kernels.xla.expanded.attention`, too.
+    """
     multiple: int
     """The number of keys must be a multiple of it."""
 
@@ -73,6 +81,17 @@ class Context[C: PrefillMLA | PrefillKV](ABC):
     def lengths(self) -> jax.Array:
         """Tokens of each request."""
         return lengths_in_table(self.call.seq_lens, self.call.block_tables, self.call.pages.block_size)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of attention.  Not all kernels have a logit cap: those of calls without one are not given it."""
+        cap = self.call.logit_cap
+        return {"scale": self.call.scale, **({} if cap is None else {"logit_cap": cap})}
+
+    def empty(self, q) -> tuple[jax.Array, jax.Array]:
+        """The result of queries [..., H, D] that see no key."""
+        rows = q.shape[:-1]
+        return jnp.zeros((*rows, self.value_shape[1]), q.dtype), jnp.full(rows, -jnp.inf)
 
     def chunk(self, most: int, q, sequences: int = 1, *, shared_dims: int = 0) -> int:
         """Tokens per chunk, if each of `sequences` has at most `most` earlier tokens.
@@ -156,7 +175,8 @@ def prefill_kv(
     call: PrefillKV, gather: Callable[[Any], tuple[jax.Array, ...]], dense: DenseAttention = XLA
 ) -> tuple[jax.Array, jax.Array]:
     """The results of a call by these kernels."""
-    return _aligned(_Entries(call, gather, dense), call.q, call.window)
+    context = _Entries(call, gather, dense)
+    return _aligned(context, call.q) if call.cu_q_lens is None else _ragged(context, call.q, call.cu_q_lens)
 
 
 def least_by_flops(heads: ExpandedHeads) -> int | None:
@@ -171,30 +191,34 @@ def least_by_flops(heads: ExpandedHeads) -> int | None:
     return None if saved <= 0 else heads.latent * (heads.nope + heads.value) // saved + 1
 
 
-def _aligned(context: _Entries | _Latents, q, window: int | None = None) -> tuple[jax.Array, jax.Array]:
-    """The attention of queries [B, Q, H, D], aligned to the end: out and lse.
-
-    With `window`, a query sees the last `window` tokens, itself included.
-    """
+def _aligned(context: _Entries | _Latents, q) -> tuple[jax.Array, jax.Array]:
+    """The attention of queries [B, Q, H, D], aligned to the end: out and lse."""
     batch, tokens, heads, _ = q.shape
-    scale, dense = context.call.scale, context.dense
-    attend = partial(dense.attention, scale=scale)
-    lengths = context.lengths
-    new = jnp.minimum(lengths, tokens)
-    cached = lengths - new
-    # A request of fewer than Q tokens has padding before them.  It moves to the end, where masks expect it.
-    padding = tokens - new
-    q = _shifted(q, padding)
+    call, dense, lengths = context.call, context.dense, context.lengths
+    window, causal = call.window, call.ahead == 0
+    attend = partial(dense.attention, **context.options)
 
     def entries(first, counts, size):
         """The two arrays [B, size, ...] of `counts` [B] entries per request, from positions `first` [B] on."""
         packed = context.entries(first, counts, batch * size)
         return (_unpacked(x, counts, size) for x in packed)
 
-    result = attend(q, *context.expand(*entries(cached, new, tokens)), new, new, causal=True, window=window)
-    most, begin = context.capacity - tokens, jnp.zeros_like(cached)
+    if causal:
+        new = jnp.minimum(lengths, tokens)
+        cached = start = lengths - new
+        # A request of fewer than Q tokens has padding before them.  It moves to the end, where masks expect it.
+        padding = tokens - new
+        q, q_lens = _shifted(q, padding), new
+        result = attend(q, *context.expand(*entries(cached, new, tokens)), new, new, ahead=0, window=window)
+    else:
+        padding, cached, start, q_lens = None, lengths, lengths - tokens, jnp.full_like(lengths, tokens)
+        result = context.empty(q)
+    # The mask of the `cached` tokens.  `start` is the position of the first query.
+    ahead = None if causal else call.ahead
+    most, begin = context.capacity - tokens if causal else context.capacity, jnp.zeros_like(cached)
     if window is not None:
-        most, begin = min(most, window - 1), jnp.maximum(cached - window + 1, 0)
+        most = min(most, window - 1 if causal else window - 1 + tokens)
+        begin = jnp.maximum(start, window - 1) - (window - 1)
     if most > 0:
         latents = context if isinstance(context, _Latents) else None
         shared_rope = latents.shared_rope if latents else None
@@ -206,35 +230,43 @@ def _aligned(context: _Entries | _Latents, q, window: int | None = None) -> tupl
         def with_chunk(i, result):
             first = jnp.minimum(begin + i * size, cached)
             counts = jnp.minimum(cached - first, size)
+            mask: dict[str, Any] = {}
+            if window is not None or ahead is not None:
+                mask = {"window": window, "ahead": ahead, "offset": start - first}
             if latents and shared_rope:
                 kv_c, k_pe = entries(first, counts, size)
                 k_nope, v = latents.products(kv_c)
-                results = shared_rope.attend(q, k_nope, k_pe, v, counts)
-                return reduce(_merged, zip(*results, strict=True), result)
+                results = shared_rope.attend(q, k_nope, k_pe, v, counts, **mask)
+                return reduce(merged, zip(*results, strict=True), result)
             k, v = context.expand(*entries(first, counts, size))
-            if window is not None:
+            if mask:
                 # cuDNN has no mask for windows that begin in different places.
-                options = {"causal": False, "window": window, "offset": cached - first}
-                return _merged(result, expanded.attention(q, k, v, new, counts, scale=scale, **options))
+                return merged(result, expanded.attention(q, k, v, q_lens, counts, **context.options, **mask))
             # Splits of the keys become requests of their own.
             k, v = (x.reshape(batch * splits, size // splits, *x.shape[2:]) for x in (k, v))
             starts = jnp.arange(splits, dtype=jnp.int32) * (size // splits)
             kv_lens = jnp.clip(counts[:, None] - starts, 0, size // splits).reshape(-1)
-            queries, q_lens = (jnp.repeat(x, splits, axis=0) for x in (q, new))
-            results = attend(queries, k, v, q_lens, kv_lens, causal=False)
+            queries, lens = (jnp.repeat(x, splits, axis=0) for x in (q, q_lens))
+            results = attend(queries, k, v, lens, kv_lens, ahead=None)
             results = (jnp.moveaxis(x.reshape(batch, splits, *x.shape[1:]), 1, 0) for x in results)
-            return reduce(_merged, zip(*results, strict=True), result)
+            return reduce(merged, zip(*results, strict=True), result)
 
         chunks = -(-(cached - begin).max() // size)
-        result = _with_chunks(result, with_chunk, chunks, -(-most // size), dense.unconditional_chunks)
+        bounds = chunks, -(-most // size), dense.unconditional_chunks
+        result = _with_chunks(result, with_chunk, *bounds, from_empty=not causal)
+    if padding is None:
+        return result
     out, lse = result
     return _padded(out, padding, 0), _padded(lse, padding, -jnp.inf)
 
 
-def _with_chunks(result, with_chunk, count, most: int, unconditional: int) -> tuple[jax.Array, jax.Array]:
+def _with_chunks(
+    result, with_chunk, count, most: int, unconditional: int, *, from_empty: bool
+) -> tuple[jax.Array, jax.Array]:
     """`result` (out, lse), merged with those of `count` chunks by `with_chunk(i, result)`.
 
-    If there is room for at most `unconditional` chunks, all `most` of them run, and `count` is not used.
+    If there is room for at most `unconditional` chunks, all `most` of them run, and `count` is not used.  `from_empty`:
+    `result` is that of no keys.
     """
     dtype = result[0].dtype
     if most <= unconditional:
@@ -246,41 +278,62 @@ def _with_chunks(result, with_chunk, count, most: int, unconditional: int) -> tu
         out, lse = walk(0, count, with_chunk, (out.astype(jnp.float32), lse))
         return out.astype(dtype), lse
 
+    if from_empty:
+        return run(*result)
     # Without cached tokens, the results are not converted to float32 and back.
     return lax.cond(count > 0, run, lambda *result: result, *result)
 
 
-def _ragged(context: _Latents, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
-    """The rows of requests that follow one another in q [T, H, N + P]."""
-    rows, heads, _ = q.shape
-    call, dense = context.call, context.dense
+def _ragged(context: _Entries | _Latents, q, cu_q_lens) -> tuple[jax.Array, jax.Array]:
+    """The rows of requests that follow one another in q [T, H, D]."""
+    rows, call, dense = len(q), context.call, context.dense
     if not len(call.block_tables):
-        return jnp.zeros((rows, heads, call.w_uv.shape[1]), q.dtype), jnp.full((rows, heads), -jnp.inf)
-    attend = partial(dense.ragged_attention, scale=call.scale)
+        return context.empty(q)
+    window, causal = call.window, call.ahead == 0
     sums = jnp.clip(cu_q_lens, 0, rows)
     starts, ends = sums[:-1], sums[1:]
     # The query tokens of a request that are past the last row are its last ones.
     left_out = jnp.diff(jnp.maximum(cu_q_lens, rows))
-    # Nothing is read for a request without query tokens.
-    lengths = jnp.where(ends > starts, jnp.maximum(context.lengths - left_out, 0), 0)
-    new = jnp.minimum(lengths, ends - starts)
-    cached = lengths - new
 
-    def attend_to(first, counts, size, *, causal):
+    def attend_to(first, counts, size, *, ahead):
         """The result of attention to `counts` [B] tokens, at most `size` in all, from positions `first` [B] on."""
         k, v = context.expand(*context.entries(first, counts, size))
-        return attend(q, k, v, ends - new, new, sums_from_0(counts)[:-1], counts, causal=causal)
+        arrays = q, k, v, q_starts, q_lens, sums_from_0(counts)[:-1], counts
+        if window is None and ahead in (0, None):
+            return dense.ragged_attention(*arrays, **context.options, ahead=ahead)
+        mask: dict[str, Any] = {"window": window, "ahead": ahead, "offset": start - first}
+        return expanded.ragged_attention(*arrays, **context.options, **mask)
 
-    result = attend_to(cached, new, rows, causal=True)
-    before = sums_from_0(cached)
-    size = context.chunk(len(lengths) * context.capacity, q)
+    # Nothing is read for a request without query tokens.
+    if causal:
+        lengths = jnp.where(ends > starts, jnp.maximum(context.lengths - left_out, 0), 0)
+        new = jnp.minimum(lengths, ends - starts)
+        cached = start = lengths - new
+        q_starts, q_lens = ends - new, new
+        result = attend_to(cached, new, rows, ahead=0)
+    else:
+        cached = jnp.where(ends > starts, context.lengths, 0)
+        q_starts, q_lens = starts, ends - starts
+        start = context.lengths - left_out - q_lens
+        result = context.empty(q)
+    # The mask of the `cached` tokens.  `start` is the position of the first query token of each request.
+    ahead = None if causal else call.ahead
+    most, begin = len(cached) * context.capacity, jnp.zeros_like(cached)
+    if window is not None:
+        most = min(most, len(cached) * (window - 1) if causal else len(cached) * (window - 1) + rows)
+        begin = jnp.minimum(jnp.maximum(start, window - 1) - (window - 1), cached)
+    if not most:
+        return result
+    counts = cached - begin
+    before = sums_from_0(counts)
+    size = context.chunk(most, q)
 
     def with_chunk(i, result):
-        first, last = (jnp.clip(bound - before[:-1], 0, cached) for bound in (i * size, (i + 1) * size))
-        return _merged(result, attend_to(first, last - first, size, causal=False))
+        first, last = (jnp.clip(bound - before[:-1], 0, counts) for bound in (i * size, (i + 1) * size))
+        return merged(result, attend_to(begin + first, last - first, size, ahead=ahead))
 
-    most = -(-len(lengths) * context.capacity // size)
-    return _with_chunks(result, with_chunk, -(-before[-1] // size), most, dense.unconditional_chunks)
+    bounds = -(-before[-1] // size), -(-most // size), dense.unconditional_chunks
+    return _with_chunks(result, with_chunk, *bounds, from_empty=not causal)
 
 
 def _chunk(most: int, tokens: int) -> int:
@@ -293,18 +346,6 @@ def _chunk(most: int, tokens: int) -> int:
     if tokens < ALIGNED:
         return min(equal, most)
     return min(-(-equal // ALIGNED) * ALIGNED, tokens // ALIGNED * ALIGNED, most)
-
-
-def _merged(result, other) -> tuple[jax.Array, jax.Array]:
-    """Merges two results (out, lse), in the dtype of the first `out`.  One without keys has out 0 and lse -inf.
-
-    `merge_states` is not used, because it treats a NaN in `lse`, which a NaN in the cache causes, as no keys.
-    """
-    (out, lse), (other_out, other_lse) = result, other
-    total = jnp.logaddexp(lse, other_lse)
-    top = jnp.where(total == -jnp.inf, 0, total)
-    weight, other_weight = (jnp.exp(x - top)[..., None] for x in (lse, other_lse))
-    return out * weight + other_out.astype(out.dtype) * other_weight, total
 
 
 def _shifted(x, by):

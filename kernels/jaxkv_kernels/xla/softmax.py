@@ -29,7 +29,7 @@ def attend(
     k_scale: jax.Array | None,
     v_scale: jax.Array | None,
     logit_cap: float | None,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Softmax attention of `q` [B, Q, H, G, D] (G query heads per KV head) over the chunks i with first <= i < last.
 
     `load(i)` returns K [B, S, H, D], V [B, S, H, value_dim] and a mask of the keys that each query token sees, bool [B,
@@ -38,7 +38,8 @@ def attend(
     narrow dtype represents exactly.  Their scales (scalars or [H]) multiply scores and results in float32.
 
     Returns:
-      out float32 [B, Q, H, G, value_dim] and lse float32 [B, Q, H, G]; 0 and -inf for a query that saw no key.
+      out float32 [B, Q, H, G, value_dim], lse and the largest score float32 [B, Q, H, G]; 0, -inf and -inf for a query
+      that saw no key.
     """
     # Products of float32 entries must not be rounded to tf32.
     precision = lax.Precision.HIGHEST if q.dtype == jnp.float32 else None
@@ -75,11 +76,12 @@ def attend(
     out = acc / jnp.where(empty, 1, row_sum)[..., None]
     if v_scale is not None:
         out = out * jnp.reshape(v_scale, (-1, 1, 1))
-    return out, jnp.where(empty, -jnp.inf, running_max + jnp.log(jnp.where(empty, 1, row_sum)))
+    largest = jnp.where(empty, -jnp.inf, running_max)
+    return out, largest + jnp.log(jnp.where(empty, 1, row_sum)), largest
 
 
 def joined(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """What `attend` returns for all keys, from what it returns for each of one or several disjoint sets of keys.
+    """The out and lse of `attend` for all keys, from those for each of one or several disjoint sets of keys.
 
     Unlike `merge_states`, NaN in a part makes the result NaN, as it does within a part.
     """

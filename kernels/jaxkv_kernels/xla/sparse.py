@@ -1,5 +1,7 @@
 """Absorbed latent attention over selected slots, of one cache or of two."""
 
+from functools import reduce
+
 import jax
 import jax.numpy as jnp
 
@@ -12,8 +14,8 @@ from jaxkv_kernels.xla.softmax import attend, joined
 
 
 @jax.jit
-def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
-    """Attention of each query token to its slots: out [B, Q, Hq, V] and lse [B, Q, Hq]."""
+def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Attention of each query token to its slots: out [B, Q, Hq, V], lse [B, Q, Hq] and the largest logits."""
     batch, tokens, heads, _ = call.q_latent.shape
     own = ExtraSlots(call.buffer, call.slots, call.counts, call.layer, call.kv_scale, call.pages, call.entry)
     sources = [own] if call.extra is None else [own, call.extra]
@@ -24,17 +26,18 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
         found = [
             _attend(q, some, source, call.scale, call.logit_cap) for some, source in zip(slots, sources, strict=True)
         ]
-        out, lse = (x[:, 0, 0] for x in joined(found))
+        out, lse = (x[:, 0, 0] for x in joined([(out, lse) for out, lse, _ in found]))
         if call.sinks is not None:
             out = with_sinks(out, lse, call.sinks)
-        return out.astype(q_latent.dtype), lse
+        largest = reduce(jnp.maximum, [largest[:, 0, 0] for *_, largest in found])
+        return out.astype(q_latent.dtype), lse, largest if call.max_logits else None
 
     queries = [q.reshape(batch * tokens, heads, -1) for q in (call.q_latent, call.q_pe)]
     keys = min(max(source.slots.shape[-1] for source in sources), CHUNK_TOKENS)
     width = sum(call.entry.sizes) + call.entry.value_dim
     needed = bytes_per_request(keys, width, heads, call.q_latent.dtype)
-    out, lse = in_parts(attend_requests, *queries, *map(_used_slots, sources), bytes_per_request=needed)
-    return out.reshape(batch, tokens, *out.shape[1:]), lse.reshape(batch, tokens, *lse.shape[1:])
+    found = in_parts(attend_requests, *queries, *map(_used_slots, sources), bytes_per_request=needed)
+    return jax.tree.map(lambda x: x.reshape(batch, tokens, *x.shape[1:]), found)
 
 
 def _used_slots(source: ExtraSlots) -> jax.Array:

@@ -19,6 +19,19 @@ from support.suites.states import PLAIN as PLAIN_STATE
 
 MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", head_dim=128)
 APART = suites.scenes.APART
+UNEVEN, FP8 = jaxkv.KVEntry("f16", head_dim=16, value_dim=8), jaxkv.KVEntry("fp8", head_dim=16, value_dim=8)
+lying_apart = pytest.mark.parametrize(
+    ("name", "entry"),
+    [
+        ("keys and values in halves of blocks", KV),
+        ("values with strides of their own", UNEVEN),
+        *(further(name, KV) for name in APART if name != "keys and values in halves of blocks"),
+        *(further(name, FP8) for name in APART),
+        further("values before keys", jaxkv.KVEntry("int8", 16)),
+        further("values with strides of their own", jaxkv.KVEntry("nvfp4", 64)),
+    ],
+)
+"""Keys and values in planes, copied and converted."""
 
 
 class Mosaic:
@@ -122,9 +135,9 @@ class TestInterpretedWrites(Mosaic, suites.WriteChecks):
         layout = suites.layout_of(name, jaxkv.KVEntry("f16", head_dim=16, value_dim=8), num_heads=heads, block_size=16)
         self.check(layout, 2, self.slots(layout, np.random.default_rng(0), count=33), "random")
 
-    @pytest.mark.parametrize("name", APART)
-    def test_keys_and_values_that_lie_apart(self, name):
-        layout = suites.layout_of(name, KV, num_heads=2, block_size=16)
+    @lying_apart
+    def test_keys_and_values_that_lie_apart(self, name, entry):
+        layout = suites.layout_of(name, entry, num_heads=2, block_size=16)
         self.check(layout, 2, self.slots(layout, np.random.default_rng(0), count=33), "random")
 
     test_traced_layer_outside_the_cache_writes_nothing = (
@@ -151,9 +164,9 @@ class TestInterpretedGathers(Mosaic, suites.GatherChecks):
     def test_keys_and_values(self, name, heads):
         self.case(name, jaxkv.KVEntry("f16", head_dim=16, value_dim=8), heads)
 
-    @pytest.mark.parametrize("name", APART)
-    def test_keys_and_values_that_lie_apart(self, name):
-        self.case(name, KV, 2)
+    @lying_apart
+    def test_keys_and_values_that_lie_apart(self, name, entry):
+        self.case(name, entry, 2)
 
     def test_many_requests(self):
         rng = np.random.default_rng(0)
@@ -210,10 +223,12 @@ class TestInterpretedBlocks(Mosaic, suites.BlockChecks):
         self.check_copy(*case)
         self.check_travel(*case)
 
-    @pytest.mark.parametrize("name", APART)
+    @pytest.mark.parametrize("name", ["keys and values in planes", *map(further, [*APART][1:])])
     def test_keys_and_values_that_lie_apart(self, name):
-        layout = suites.layout_of(name, KV, num_heads=2, num_blocks=7, block_size=4)
-        self.check_copy(layout, suites.scenes.garbage(layout, np.random.default_rng(2), "random"))
+        layout = suites.layout_of(name, UNEVEN, num_heads=2, num_blocks=7, block_size=4)
+        before = suites.scenes.garbage(layout, np.random.default_rng(2), "random")
+        self.check_copy(layout, before)
+        self.check_travel(layout, before)
 
     @pytest.mark.parametrize("name", ["BLNHC", "packed, uint8"])
     def test_entries_of_any_width(self, name):
@@ -290,7 +305,8 @@ def test_keys_and_values_that_lie_apart_lower_for_hopper_in_place(name):
 
 
 def check_lowering(name, entry):
-    layout = suites.layout_of(name, entry, num_heads=1 if entry.one_head else 8, num_layers=61, num_blocks=4096)
+    blocks = 64 if name == "values before keys" else 4096  # no view of its planes has short rows
+    layout = suites.layout_of(name, entry, num_heads=1 if entry.one_head else 8, num_layers=61, num_blocks=blocks)
     buffer = shape(layout.size, dtype=layout.dtype)
     for operation, (call, arrays) in calls(layout).items():
         writes = not operation.startswith(("gather", "read"))

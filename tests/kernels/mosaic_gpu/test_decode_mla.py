@@ -9,6 +9,7 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
+from jaxkv import masks
 from jaxkv.ops import OPERATIONS
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.decode import GATHERED, by_slots
@@ -45,6 +46,7 @@ class Mosaic:
         "layer stride of",
         "block stride of",
         "`q_latent` of",  # queries of another dtype than the entries
+        "`mask`, a function",  # without intervals
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
 
@@ -52,6 +54,21 @@ class Mosaic:
         """Entries that are not quantised in the suite's sizes, others in those of models."""
         plain = (name or self.exact) in ("bf16", "f16", "f32")
         return super().entry(name) if plain else jaxkv.MLAEntry.typical(name)
+
+
+@on_hopper
+class TestMLAMasks(Mosaic, suites.MLAMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_hopper
+class TestMLATreeMasks(Mosaic, suites.MLATreeMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_hopper
+class TestSharedPrefixes(Mosaic, suites.MLASharedPrefixes):
+    """The whole suite, on the GPU."""
 
 
 @on_hopper
@@ -83,6 +100,22 @@ class TestDecodeMLA(Mosaic, suites.DecodeMLA):
     @pytest.mark.parametrize("heads", [16, 64, 128])
     def test_batch_invariant_bits(self, heads, form):
         suites.assert_batch_invariant((9000, 0, 70, 3000, 1025), heads, form)
+
+
+@on_hopper
+class TestWindowsOfBothSides(Mosaic, suites.MLAWindowsOfBothSides):
+    """The whole suite, on the GPU."""
+
+    @pytest.mark.parametrize("form", ["f16", "fp8", "fp8_ds_mla", *GATHERED])
+    @pytest.mark.parametrize(("heads", "tokens"), [(5, 3), (16, 5), (40, 3), (128, 2)])
+    @pytest.mark.parametrize("window", suites.BOTH_SIDES)
+    def test_formats_and_rows(self, form, heads, tokens, window):
+        entry = self.entry(form)
+        scene = suites.scenes.scene(entry)
+        cache = scene.cache(suites.layout_of("BLNHC", entry), 1)
+        self.check(
+            suites.queries(entry, len(scene.lengths), tokens, heads), cache, scene, 1, window=window, causal=False
+        )
 
 
 @on_hopper
@@ -122,6 +155,12 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     @pytest.mark.parametrize("heads", [5, slow(16), further(64)])
     def test_lengths_round_the_edges(self, heads):
         self.case((0, 1, 64, 65, 130), heads)
+
+    @pytest.mark.parametrize(
+        "keywords", [further({"tree_mask": np.tri(3, dtype=bool)[None]}), slow({"mask": masks.Chunked(48)})]
+    )
+    def test_masks(self, keywords):
+        self.case((130,), 5, 3, **keywords)
 
     @pytest.mark.parametrize("heads", [5, slow(16), further(64)])
     def test_two_ctas_share_the_keys_of_each_request(self, heads):
@@ -184,6 +223,16 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     )
     def test_a_window_whose_edges_lie_inside_tiles(self, form, heads):
         self.case((300, 70, 30), heads, 2, form=form, window=100)
+
+    @pytest.mark.parametrize(
+        ("form", "heads"),
+        [
+            *(further("bf16", 2), further("bf16", 20), further("fp8", 20), further("fp8_v4", 3)),
+            *(slow("fp8", 2), slow("fp8_ds_mla", 2), slow("fp8_ds_mla", 20)),
+        ],
+    )
+    def test_a_window_of_both_sides(self, form, heads):
+        self.case((300, 70, 3), heads, 5, form=form, window=(100, 2), causal=False)
 
     @pytest.mark.ci
     @each_value(("heads", "power"), [64, 16], [2.0**-60, 2.0**60], default=1)
@@ -274,7 +323,7 @@ def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
     )
     names = ("q_latent", "q_pe", "buffer", "block_tables", "seq_lens", "layer", "scale", "kv_scale")
     options = {"pages": layout.pages, "entry": entry, "logit_cap": cap, "window": window, "ahead": 0}
-    decode = kernels.called(MosaicGPU(), "decode_mla", names, plan=None, trailing=None, **options)
+    decode = kernels.called(MosaicGPU(), "decode_mla", names, plan=None, trailing=None, tree=None, mask=None, **options)
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)

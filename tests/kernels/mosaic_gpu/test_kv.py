@@ -1,11 +1,15 @@
 """The Mosaic GPU kernel of `decode_kv`: lowered, interpreted, and the whole suite on a Hopper GPU (`-m gpu`)."""
 
+import itertools
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 import jaxkv
+from jaxkv import masks
 from jaxkv_kernels import tuning
 from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
@@ -29,9 +33,20 @@ class Mosaic:
         "query tokens x heads",  # quantised entries with more than 16 rows per head
         "`q` of",  # queries of another dtype than the entries
         "blocks of",  # TMA tiles are of whole 16-token pages
+        "`mask`, a function",  # without intervals
         "`logit_cap` of",  # too large for tanh by way of exp2
         "keys and values of format 'fp8' that lie apart",
     )
+
+
+@on_hopper
+class TestKVMasks(Mosaic, suites.KVMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_hopper
+class TestKVTreeMasks(Mosaic, suites.KVTreeMasks):
+    """The whole suite, on the GPU."""
 
 
 @on_hopper
@@ -48,10 +63,30 @@ class TestDecodeKV(Mosaic, suites.DecodeKV):
 
 
 @on_hopper
+class TestSharedPrefixes(Mosaic, suites.KVSharedPrefixes):
+    """The whole suite, on the GPU."""
+
+
+@on_hopper
 class TestQuantisedHeads(TestDecodeKV):
     """The whole suite in sizes that quantised entries have, too."""
 
     value_dim = 128
+
+
+@on_hopper
+class TestWindowsOfBothSides(Mosaic, suites.KVWindowsOfBothSides):
+    """The whole suite, on the GPU."""
+
+    @pytest.mark.parametrize("form", ["fp8", "int8", "nvfp4"])
+    @pytest.mark.parametrize("window", suites.BOTH_SIDES)
+    def test_quantised_entries(self, form, window, monkeypatch):
+        monkeypatch.setattr(self, "value_dim", 128)
+        entry = self.entry(form)
+        scene = suites.scenes.scene(entry, num_heads=2)
+        cache = scene.cache(suites.layout_of("BLNHC", entry, num_heads=2), 1)
+        q = self.query(entry, len(scene.lengths), 5, 6)
+        self.check(q, cache, scene, 1, window=window, causal=False)
 
 
 @on_hopper
@@ -94,7 +129,7 @@ def test_sizes_of_quantised_heads(form, sizes, block_size):
         suite.check(suite.query(entry, 4, 2, 10), scene.cache(layout, 1), scene, 1, **keywords)
 
 
-ONE_APART, *OTHERS_APART = suites.scenes.APART
+*OTHERS_APART, ONE_APART = suites.scenes.APART
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -113,7 +148,18 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
 
     @pytest.mark.parametrize("name", [ONE_APART, *map(further, OTHERS_APART)])
     def test_keys_and_values_that_lie_apart(self, name):
-        self.check_layout(name, jaxkv.KVEntry("bf16", 128), lengths=(0, 1, 200))
+        self.check_layout(name, jaxkv.KVEntry("bf16", 128, 64), lengths=(0, 1, 200))
+
+    @pytest.mark.parametrize(
+        "keywords",
+        [
+            further({"tree_mask": np.stack([np.eye(3, dtype=bool), np.tri(3, dtype=bool)])}),
+            further({"mask": masks.Prefix(3) | masks.Sliding(70, 0), "tree_mask": np.ones((2, 3, 3), bool)}),
+            slow({"mask": masks.Chunked(64)}),
+        ],
+    )
+    def test_masks(self, keywords):
+        self.case((130, 2), 2, 1, 3, **keywords)
 
     def test_keys_of_very_low_scores_count(self):
         self.check_low_scores("BLNHC", 8, lengths=(0, 1, 600))  # the last is split
@@ -157,6 +203,27 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
 
     def test_a_window_whose_edges_lie_inside_tiles(self):
         self.case((500, 70, 30), 1, 2, 2, block_size=128, window=200)
+
+    @pytest.mark.parametrize(
+        ("lengths", "tokens", "window"),
+        [((300, 70, 3), 5, (100, 2)), further((140, 3), 70, (-1, 40)), slow((140, 3), 70, (40, -1))],
+    )
+    def test_a_window_of_both_sides(self, lengths, tokens, window):
+        self.case(lengths, 1, 2, tokens, window=window, causal=False)
+
+    @pytest.mark.parametrize("form", [further("fp8"), slow("int8"), slow("nvfp4")])
+    def test_quantised_entries_in_a_window_of_both_sides(self, form, monkeypatch):
+        monkeypatch.setattr(self, "value_dim", 128)
+        self.case((200, 3), 2, 2, 4, form=form, window=(70, 1), causal=False)
+
+    @pytest.mark.parametrize("keywords", [further({"window": (70, 2), "causal": False}), slow({"window": 70})])
+    def test_ragged_query_tokens_in_a_window(self, keywords):
+        entry, edges = self.entry(), np.cumsum([0, 3, 7, 0, 5])
+        scene = suites.scenes.scene(entry, num_heads=1, lengths=(200, 5, 64, 3))
+        cache, q = scene.cache(suites.layout_of("BLNHC", entry), 1), self.query(entry, 1, edges[-1] + 1, 4)[0]
+        found = self.decode(q, cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
+        right = self.truth([q[a:b] for a, b in itertools.pairwise(edges)], scene, **keywords)
+        suites.check_ragged(found, right, edges, 4)
 
     def test_another_configuration_computes_the_same(self):
         with tuning.using(GQAConfig(stages=1, query_stages=1, rescale_threshold=0)):
@@ -211,13 +278,22 @@ def test_lowers_for_hopper(order, case):
     assert_lowers("bf16", order, case)
 
 
+@pytest.mark.parametrize(
+    ("form", "ahead", "trailing"),
+    [further("bf16", 3, True), slow("bf16", None, True), slow("bf16", 3, False), further("int8", 3, True)],
+)
+def test_windows_of_both_sides_lower_for_hopper(form, ahead, trailing):
+    case = (128, 128), 2, 4, 4, 64, {"window": 100, "ahead": ahead}
+    assert_lowers(form, "BLNHC", case, trailing=jax.ShapeDtypeStruct((4,), jnp.int32) if trailing else None)
+
+
 @pytest.mark.ci
 @pytest.mark.parametrize("name", suites.scenes.APART)
 def test_keys_and_values_that_lie_apart_lower_for_hopper(name):
     assert_lowers("bf16", name, CASES[0])
 
 
-def assert_lowers(form, name, case):
+def assert_lowers(form, name, case, trailing=None):
     sizes, heads, group, tokens, block_size, keywords = case
     entry = jaxkv.KVEntry(form, *sizes)
     layout = suites.layout_of(name, entry, num_layers=32, num_blocks=4096, block_size=block_size, num_heads=heads)
@@ -230,15 +306,18 @@ def assert_lowers(form, name, case):
         shape((), jnp.int32),
         shape((), jnp.float32),
         *((shape((), jnp.float32), shape((heads,), jnp.float32)) if entry.codec.scaled else (None, None)),
+        trailing,
     )
     options = {"pages": layout.pages, "entry": entry, "logit_cap": None, "window": None, "ahead": 0, **keywords}
-    names = ("q", "buffer", "block_tables", "seq_lens", "layer", "scale", "k_scale", "v_scale")
-    decode = kernels.called(MosaicGPU(), "decode_kv", names, plan=None, trailing=None, **options)
+    options |= {"plan": None, "tree": None, "mask": None}
+    names = ("q", "buffer", "block_tables", "seq_lens", "layer", "scale", "k_scale", "v_scale", "trailing")
+    decode = kernels.called(MosaicGPU(), "decode_kv", names, **options)
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)
     # Planning reads the lengths early, and combining reads the split requests: request, first split, number of splits.
-    assert read_early(traced.jaxpr) == [[], [(4,)], [], 3 * [(4, 3)]]
+    lengths = [(4,)] if trailing is None else 2 * [(4,)]
+    assert read_early(traced.jaxpr) == [[], lengths, [], 3 * [(4, 3)]]
     assert combining[3] == attention[-1]  # the plan's, so combine may read them early
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
         assert f"stablehlo.{operation} %arg1" not in text  # the cache goes in as it is

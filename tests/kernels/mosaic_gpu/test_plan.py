@@ -15,7 +15,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.device import assumed_multiprocessors
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import MOST_REQUESTS, PAIR_COSTS, make_plan, plan_slots
 from support import kernels, plans
-from support.cases import slow
+from support.cases import further, slow
 from support.compare import assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
 
@@ -29,6 +29,10 @@ CASES = [
     (7, 3, 20, {**PAIRS, **OTHER}),
     (40, 19, 5, {**TILES, **INVARIANT}),
     (9, 62, 20, {**PAIRS, "tokens": 3}),
+    further((9, 62, 20, {**TILES, **OTHER, "ahead": 1})),
+    (9, 62, 20, {**PAIRS, **OTHER, "ahead": 70, "trailing": True}),
+    further((7, 3, 20, {**TILES, **OTHER, **INVARIANT, "ahead": None, "trailing": True})),
+    slow((300, 44, 16, {**PAIRS, "tokens": 3, "ahead": 1, "trailing": True})),
     slow((600, 63, 5, TILES)),
     slow((128, 132, 64, TILES)),
     slow((128, 66, 64, PAIRS)),
@@ -37,7 +41,7 @@ CASES = [
     slow((129, 66, 20, {**PAIRS, **OTHER, **INVARIANT})),
     slow((200, 1, 9, PAIRS)),
 ]
-"""Requests, partitions, columns of the block tables, options."""
+"""Requests, partitions, columns of the block tables, options; `trailing`: with tokens after the query tokens."""
 
 
 def arguments(batch, columns, seed):
@@ -60,8 +64,11 @@ def check(case, seeds, **how):
     """Compares all that a plan holds."""
     batch, partitions, columns, options = case
     options = {"tokens": 1, "block_size": 64, "partitions": partitions, **options}
+    has_trailing = options.pop("trailing", False)
     for seed in seeds:
         given = arguments(batch, columns, seed)
+        if has_trailing:
+            given += (jnp.asarray(np.random.default_rng(seed).integers(0, 200, batch), jnp.int32),)
         known = None if seed % 4 == 2 else BLOCKS
         found = make_plan(*given, **options, **how, num_blocks=known)
         expected = plans.make_plan(*given, **options, num_blocks=BLOCKS)
@@ -148,8 +155,10 @@ def test_partitions_of_requests_fill_the_gpu(entry, kv_heads, heads, requests, c
         "buffer": shape((layout.size,), layout.dtype),
         "block_tables": shape((requests, 12), jnp.int32),
         "seq_lens": shape((requests,), jnp.int32),
+        "trailing": None,
     }
     options = {"heads": heads, "q_len": 1, "window": None, "ahead": 0, "batch_invariant": False}
+    options |= {"trailing": None, "tree": None, "mask": None}
     options["dtype"] = entry.input_dtype
 
     def plan_decode(arrays):

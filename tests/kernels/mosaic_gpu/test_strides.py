@@ -47,7 +47,9 @@ def lowered(layout, heads):
     )
     names = ("q_latent", "q_pe", "buffer", "block_tables", "seq_lens", "layer", "scale")
     options = {"pages": layout.pages, "entry": layout.entry, "logit_cap": None, "window": None, "ahead": 0}
-    decode = kernels.called(MosaicGPU(), "decode_mla", names, kv_scale=None, plan=None, trailing=None, **options)
+    decode = kernels.called(
+        MosaicGPU(), "decode_mla", names, kv_scale=None, plan=None, trailing=None, tree=None, mask=None, **options
+    )
     return jax.jit(decode).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
 
 

@@ -27,6 +27,11 @@ class TestBlocks(Triton, suites.Blocks, suites.BlocksInScans):
 
 
 @on_gpu
+class TestStates(Triton, suites.States):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
 class TestLargeCaches(Triton, suites.LargeCaches):
     """The whole suite, on the GPU."""
 
@@ -68,6 +73,12 @@ class TestInterpretedReads(Triton, suites.Reads):
 @interpreted
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedBlocks(Triton, suites.Blocks, suites.BlocksInScans):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedStates(Triton, suites.States):
     """The whole suite."""
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import jaxkv
 from support import suites
-from support.triton.builds import SHARED, builds
+from support.triton.builds import SHARED, builds, on_generations
 from support.triton.runs import Triton, compiles, interpreted, on_gpu
 
 
@@ -22,8 +22,77 @@ class TestDecodeKV(Triton, suites.DecodeKV):
 
 
 @on_gpu
+class TestMLAWindowsOfBothSides(Triton, suites.MLAWindowsOfBothSides):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestKVWindowsOfBothSides(Triton, suites.KVWindowsOfBothSides):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestMLAMasks(Triton, suites.MLAMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestMLATreeMasks(Triton, suites.MLATreeMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestKVMasks(Triton, suites.KVMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestKVTreeMasks(Triton, suites.KVTreeMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
 class TestDecodeMLASparse(Triton, suites.DecodeMLASparse):
     """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestMLASharedPrefixes(Triton, suites.MLASharedPrefixes):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestKVSharedPrefixes(Triton, suites.KVSharedPrefixes):
+    """The whole suite, on the GPU."""
+
+
+class ExtraSlots(Triton, suites.ExtraSlots):
+    """Sparse attention to two caches."""
+
+    forms = (
+        ("f32", "bf16"),
+        ("fp8", "fp8_ds_mla"),
+        ("nvfp4_ds_mla", "mxfp4_ds_mla"),
+        (jaxkv.MLAEntry.typical("fp8_v4"), jaxkv.MLAEntry.typical("fp8_v41_split")),
+        (jaxkv.MLAEntry.typical("fp8_v41"), jaxkv.MLAEntry.typical("fp4_v41")),
+    )
+
+
+@on_gpu
+class TestExtraSlots(ExtraSlots):
+    """The whole suite, on the GPU."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedKVSharedPrefixes(Triton, suites.KVSharedPrefixes):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedExtraSlots(ExtraSlots):
+    """The whole suite."""
 
 
 @interpreted
@@ -35,6 +104,48 @@ class TestInterpretedDecodeMLA(Triton, suites.DecodeMLA):
 @interpreted
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedDecodeKV(Triton, suites.DecodeKV):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedMLAWindowsOfBothSides(Triton, suites.MLAWindowsOfBothSides):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedKVWindowsOfBothSides(Triton, suites.KVWindowsOfBothSides):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedWindows(Triton, suites.DecodeKVChecks):
+    """Some of the cases of windows of both sides."""
+
+    def test_several_query_tokens(self):
+        entry = self.entry()
+        scene = suites.scenes.scene(entry, num_heads=2, lengths=(130, 3, 0))
+        cache, q = scene.cache(suites.layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, 3, 9, 4)
+        self.check(q, cache, scene, 1, window=(40, 3), causal=False)
+
+    test_tokens_that_no_query_token_sees = (
+        suites.KVWindowsOfBothSides.test_tokens_that_no_query_token_sees_do_not_matter
+    )
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedMLATreeMasks(Triton, suites.MLATreeMasks):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedKVMasks(Triton, suites.KVMasks):
     """The whole suite."""
 
 
@@ -78,15 +189,26 @@ REQUESTS = array("int32", 64, 64), array("int32", 64)
 
 
 @compiles
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(
-    ("form", "heads", "tokens"),
-    [("bf16", 128, 1), ("bf16", 16, 2), ("f16", 64, 1), ("fp8", 128, 1), ("fp8_ds_mla", 128, 2)],
+@on_generations(
+    "form, heads, tokens",
+    [
+        ("bf16", 128, 1),
+        ("bf16", 16, 2),
+        ("f16", 64, 1),
+        ("fp8", 128, 1),
+        ("fp8_ds_mla", 128, 2),
+        ("fp8_v4", 128, 1),
+        ("fp8_v4", 16, 1),
+        ("nvfp4_ds_mla", 128, 1),
+        ("mxfp4_ds_mla", 128, 1),
+    ],
+    4,
 )
 def test_latents_compile_at_the_sizes_of_models(form, heads, tokens, capability):
     dtype = "float16" if form == "f16" else "bfloat16"
-    q = array(dtype, 64, tokens, heads, 512), array(dtype, 64, tokens, heads, 64)
-    cache, options = cache_of(jaxkv.MLAEntry(form)), {"kv_scale": 1.0} if form == "fp8" else {}
+    entry = jaxkv.MLAEntry.typical(form)
+    q = [array(dtype, 64, tokens, heads, size) for size in entry.sizes]
+    cache, options = cache_of(entry), {"kv_scale": 1.0} if form == "fp8" else {}
     attend, combine = builds(capability, jaxkv.decode_mla, *q, cache, *REQUESTS, layer=0, scale=1.0, **options)
     assert max(attend.shared, combine.shared) <= SHARED[capability] * 1024
     # With 64 rows there, results and addresses are about all registers: Triton 3.9 spills, 3.6 just does not.
@@ -106,14 +228,14 @@ def test_two_programs_of_few_heads_share_a_multiprocessor(form):
 
 
 @compiles
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(
-    ("form", "sizes", "sharing", "tokens", "options"),
+@on_generations(
+    "form, sizes, sharing, tokens, options",
     [
         ("bf16", (128, 128), 1, 1, {}),
         ("bf16", (128, 128), 40, 2, {"logit_cap": 30.0}),
         ("f16", (192, 128), 16, 1, {}),
         ("bf16", (256, 256), 4, 3, {"window": 100}),
+        ("bf16", (128, 128), 8, 9, {"window": (64, 3), "causal": False}),
         ("bf16", (512, 512), 8, 1, {}),
         ("bf16", (512, 512), 8, 4, {}),
         ("f32", (512, 512), 8, 1, {}),
@@ -121,6 +243,7 @@ def test_two_programs_of_few_heads_share_a_multiprocessor(form):
         ("int8", (128, 128), 8, 1, {}),
         ("nvfp4", (128, 128), 8, 1, {"k_scale": 1.0, "v_scale": 1.0}),
     ],
+    4,
 )
 def test_pairs_compile_at_the_sizes_of_models(form, sizes, sharing, tokens, options, capability):
     q = array({"f16": "float16", "f32": "float32"}.get(form, "bfloat16"), 64, tokens, 8 * sharing, sizes[0])

@@ -11,7 +11,7 @@ from jaxkv_kernels.triton import kernels
 from support import suites
 from support.cases import on_layouts
 from support.suites import scenes
-from support.triton.builds import SHARED, builds
+from support.triton.builds import SHARED, builds, on_generations
 from support.triton.runs import Triton, compiles, interpreted, on_gpu
 
 
@@ -32,13 +32,14 @@ class TestInterpreted(Triton, suites.IndexerChecks):
         found = suites.layout_of(layout, entry, block_size=block_size)
         self.check(*self.arguments(scene, tokens, dtype, heads), scene, found, 1, max_len)
 
-    @on_layouts([jaxkv.IndexerEntry(), jaxkv.IndexerEntry("bf16")])
+    @on_layouts([jaxkv.IndexerEntry(), jaxkv.IndexerEntry("bf16"), jaxkv.IndexerEntry("indexer_mxfp4")])
     def test_layouts(self, name, entry):
         self.case(entry, (0, 1, 63, 130), layout=name, tokens=2)
 
     @pytest.mark.parametrize("dtype", ["float32", "float16", "float8_e4m3fn"])
-    def test_dtypes_of_queries(self, dtype):
-        self.case(jaxkv.IndexerEntry(), (3, 100), dtype=dtype)
+    @pytest.mark.parametrize("form", ["indexer_fp8", "indexer_mxfp4"])
+    def test_dtypes_of_queries(self, form, dtype):
+        self.case(jaxkv.IndexerEntry(form), (3, 100), dtype=dtype)
 
     @pytest.mark.parametrize("form", ["f16", "f32"])
     def test_keys_of_more_digits(self, form):
@@ -50,6 +51,7 @@ class TestInterpreted(Triton, suites.IndexerChecks):
 
     def test_heads_and_values_that_fill_no_tile(self):
         self.case(jaxkv.IndexerEntry(head_dim=20), (70,), heads=19)
+        self.case(jaxkv.IndexerEntry("indexer_mxfp4", head_dim=64), (70,), heads=19)
 
     def test_lengths_past_the_result(self):
         self.case(jaxkv.IndexerEntry(), (130, 64, 7), max_len=66)
@@ -68,13 +70,21 @@ class TestInterpreted(Triton, suites.IndexerChecks):
     test_select_topk_orders_subnormal_logits = suites.Indexer.test_select_topk_orders_subnormal_logits
     test_blocks_outside_the_cache_are_not_seen = suites.Indexer.test_blocks_outside_the_cache_are_not_seen
     test_traced_layer_outside_the_cache_is_empty = suites.Indexer.test_traced_layer_outside_the_cache_is_empty
+    test_lengths_per_query_token = suites.Indexer.test_lengths_per_query_token
+    test_ragged_query_tokens = suites.Indexer.test_ragged_query_tokens
 
 
 @compiles
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize(
-    ("form", "dtype", "heads", "block_size"),
-    [("indexer_fp8", "bfloat16", 128, 64), ("indexer_fp8", "float32", 64, 16), ("f32", "float32", 64, 61)],
+@on_generations(
+    "form, dtype, heads, block_size",
+    [
+        ("indexer_fp8", "bfloat16", 128, 64),
+        ("indexer_fp8", "float32", 64, 16),
+        ("indexer_mxfp4", "bfloat16", 128, 64),
+        ("indexer_mxfp4", "float32", 64, 16),
+        ("f32", "float32", 64, 61),
+    ],
+    4,
 )
 def test_the_largest_tiles_fit_the_gpu(form, dtype, heads, block_size, capability):
     entry = jaxkv.IndexerEntry(form)

@@ -13,44 +13,72 @@ from jaxkv.cli import doctor
 from jaxkv.support import sample_calls
 from jaxkv.testing import families
 from jaxkv.testing.case import Case
+from jaxkv_kernels.calls import PlanDecode, PrefillCall, ReadCall
 from jaxkv_kernels.hot_rows import HotMap
 from jaxkv_kernels.triton import available
 from jaxkv_kernels.triton.kernels import Triton
-from support import kernels
+from jaxkv_kernels.triton.tiled import is_tiled
+from support import kernels, scenes
 from support.available import assume_available
-from support.triton.builds import SHARED, builds, builds_of, without_a_gpu
+from support.triton.builds import SHARED, builds, builds_of, in_turn, without_a_gpu
 from support.triton.runs import compiles, lowers
 
 DRAWS = 2
 
 
 def taken():
-    """(operation and format, sample call) of what the kernels take.
+    """(operation and format, sample call) of what the kernels take, each with every generation.
 
-    Kernels that do not interpret entries are the same for all formats of the same sizes: each is compiled once.
+    Each sample is compiled for some generations by default, in turn, and for the others if it is `slow`: for all but
+    one; for two, if its format shares its kernels with others; for one, if its kernel does not interpret entries.
+    Kernels that do not are the same for all formats of the same sizes: each is compiled once.
     """
     seen = set()
     for operation, (form, args, kwargs) in sample_calls():
-        # Plans are plain JAX, whose result is for kernels; prefills and reads launch the kernels of gathers.
-        if operation.name in ("plan_decode", "prefill_mla", "prefill_kv", "read_mla", "read_kv", "read_indexer_k"):
-            continue
         call = operation.call(*args, **kwargs)
-        if Triton().unsupported_reasons(call):
+        # Plans are plain JAX, whose result is for kernels; prefills and reads launch the kernels of gathers.
+        if isinstance(call, PlanDecode | PrefillCall | ReadCall) or Triton().unsupported_reasons(call):
             continue
+        entries = Triton.support(operation.name).entries
         same = (operation.name, getattr(call, "pages", None), *(str(x) for x in jax.tree.leaves(call)))
-        if Triton.support(operation.name).entries or same not in seen:
-            seen.add(same)
-            yield pytest.param((operation.function, args, kwargs), id=f"{operation.name} {form}".rstrip())
+        if entries or same not in seen:
+            turn = len(seen)
+            seen.add((*same, form) if entries else same)
+            count = 1 if not entries else 2 if is_tiled(call.entry) else len(SHARED) - 1
+            for capability, marks in in_turn(turn, count):
+                name = f"{operation.name} {form}".rstrip()
+                yield pytest.param(
+                    (operation.function, args, kwargs), capability, id=f"{name}-{capability}", marks=marks
+                )
 
 
 @compiles
-@pytest.mark.parametrize("capability", SHARED)
-@pytest.mark.parametrize("sample", [*taken()])
+@pytest.mark.parametrize(("sample", "capability"), [*taken()])
 def test_compiles_within_the_gpus_limits(sample, capability):
     function, args, kwargs = sample
     for built in builds(capability, function, *args, **kwargs):
         assert built.shared <= SHARED[capability] * 1024, built.name
         assert built.stack == 0, f"{built.name} spills {built.stack} bytes per thread, with {built.registers} registers"
+
+
+@compiles
+@pytest.mark.parametrize("form", ["bf16", "fp8", "int8", "nvfp4"])
+@pytest.mark.parametrize("name", ["values before keys", "values with strides of their own"])
+def test_keys_and_values_that_lie_apart_compile(name, form):
+    entry = jaxkv.KVEntry(form, 128, 64)
+    layout = scenes.apart(entry, name, num_heads=8)
+    cache, tables = jaxkv.KVCache(shape(layout.size, dtype=layout.dtype), layout), shape(4, 9)
+    scales = dict.fromkeys(("k_scale", "v_scale"), 1.0) if entry.codec.scaled else {}
+    q = shape(4, 1, 32, 128, dtype="bfloat16")
+    new = [shape(4, 8, n, dtype="bfloat16") for n in entry.sizes]
+    calls = [(jaxkv.decode_kv, (q, cache, tables, shape(4)), {"scale": 1.0, **scales})]
+    if form in ("bf16", "fp8"):
+        calls.append((jaxkv.write_kv, (cache, *new, shape(4)), scales))
+        gathered = {"total": 64, "dtype": "bfloat16", **scales}
+        calls.append((jaxkv.gather_kv, (cache, tables, shape(5)), gathered))
+    for function, args, options in calls:
+        for built in builds(90, function, *args, layer=0, **options):
+            assert built.shared <= SHARED[90] * 1024, built.name
 
 
 @compiles
@@ -60,7 +88,7 @@ def test_compiles_within_the_gpus_limits(sample, capability):
     [
         name
         for name in families.OPERATIONS
-        if Triton.support(name) and name not in ("plan_decode", "prefill_mla", "prefill_kv")
+        if Triton.support(name) and not issubclass(kernels.RECORDS[name], PlanDecode | PrefillCall)
     ],
 )
 def test_a_random_call_that_is_taken_compiles(operation, number, monkeypatch):

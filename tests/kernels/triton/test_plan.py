@@ -13,24 +13,29 @@ from support.cases import slow
 CONFIG = LatentConfig(rows=16, keys=32, columns=128, warps=4, stages=2, programs_per_sm=2)
 
 
-def planned(lengths, longest, *, row_tiles=1, q_len=1, window=None, sms=132):
+def planned(lengths, longest, *, trailing=None, row_tiles=1, q_len=1, window=None, ahead=0, sms=132):
     return make_plan(
-        jnp.asarray(lengths, jnp.int32), config=CONFIG, row_tiles=row_tiles, q_len=q_len, window=window,
-        longest=longest, sms=sms,
+        jnp.asarray(lengths, jnp.int32), None if trailing is None else jnp.asarray(trailing, jnp.int32),
+        config=CONFIG, row_tiles=row_tiles, q_len=q_len, window=window, ahead=ahead, longest=longest, sms=sms,
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("window", [None, 1, 700])
+@pytest.mark.parametrize(("window", "ahead"), [(None, 0), (1, 0), (700, 0), (700, 40), (1, None), (None, 3)])
 @pytest.mark.parametrize("seed", [0, 1, 2, *(slow(seed) for seed in range(3, 20))])
-def test_work_tiles_cover_every_request(seed, window):
+def test_work_tiles_cover_every_request(seed, window, ahead):
     rng = np.random.default_rng(seed)
     batch, longest, row_tiles = int(rng.integers(1, 40)), int(rng.integers(1, 4000)), int(rng.integers(1, 5))
     lengths = rng.integers(-3, longest + 100, batch) * (rng.random(batch) > 0.2)
     q_len = int(rng.integers(1, 4))
-    plan = planned(lengths, longest, row_tiles=row_tiles, q_len=q_len, window=window, sms=int(rng.integers(1, 70)))
+    trailing = rng.integers(0, 90, batch) if ahead != 0 and seed % 2 else np.zeros(batch, int)
+    keywords = {"trailing": trailing if trailing.any() else None, "window": window, "ahead": ahead}
+    plan = planned(lengths, longest, row_tiles=row_tiles, q_len=q_len, sms=int(rng.integers(1, 70)), **keywords)
     work_tiles = np.asarray(plan.work_tiles)
-    ends = np.clip(lengths, 0, longest)
-    begins = np.zeros_like(ends) if window is None else np.clip(ends - q_len + 1 - window, 0, ends)
+    ends = lengths = np.clip(lengths, 0, longest)
+    after_queries = lengths - trailing
+    if ahead is not None:
+        ends = np.clip(after_queries + ahead, 0, lengths)
+    begins = np.zeros_like(ends) if window is None else np.maximum(after_queries - q_len + 1 - window, 0)
     listed = plan.split_requests[: int(plan.num_split[0])]
     splits = {int(request): (int(first), int(count)) for request, first, count in listed}
     for request in range(batch):

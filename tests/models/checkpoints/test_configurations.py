@@ -5,7 +5,7 @@ import json
 import pytest
 
 import jaxkv.models
-from models.checkpoints.folders import configure, copied, rejects
+from models.checkpoints.folders import RECORDED, configure, copied, rejects
 from models.checkpoints.published import FP8, PUBLISHED, PUBLISHED_V2, YARN
 from models.checkpoints.published_gqa import LLAMA_2, LLAMA_3, LLAMA_ROPE, MXFP4
 
@@ -158,3 +158,22 @@ def test_older_spellings_of_rope_mean_the_same(folder):
     configure(folder, rope_parameters=None, rope_theta=5000.0, rope_scaling={"type": "yarn", **yarn})
     assert jaxkv.models.ModelConfig.read(folder) == new
     assert new.rope.scaling.factor == 4
+
+
+WITH_YARN = sorted(file.parent.name for file in RECORDED.glob("*/config.json") if '"yarn"' in file.read_text())
+OF_VLLM = {"attn_factor": 0.8782488562869419, "extrapolation_factor": 1, "apply_yarn_scaling": False}
+
+
+def with_yarn_key(values, key, value):
+    """A configuration with one key more wherever it has YaRN."""
+    changed = {name: with_yarn_key(x, key, value) if isinstance(x, dict) else x for name, x in values.items()}
+    return {**changed, key: value} if "yarn" in (values.get("rope_type"), values.get("type")) else changed
+
+
+@pytest.mark.parametrize("name", WITH_YARN)
+def test_keys_of_yarn_that_libraries_read_differently_are_rejected(name):
+    values = json.loads((RECORDED / name / "config.json").read_text())
+    assert jaxkv.models.ModelConfig.from_json(with_yarn_key(values, "attn_factor", None))
+    for key, value in OF_VLLM.items():
+        with pytest.raises(ValueError, match=rf"rope_[\w.]*\.{key}` is {value}: .* `attention_factor` instead"):
+            jaxkv.models.ModelConfig.from_json(with_yarn_key(values, key, value))

@@ -7,6 +7,9 @@ class TestWrites(suites.Writes):
 """
 
 from support import scenes as scenes
+from support.suites.attention.combinations import KVCombinations as KVCombinations
+from support.suites.attention.combinations import MLACombinations as MLACombinations
+from support.suites.attention.decode_kv import BOTH_SIDES as BOTH_SIDES
 from support.suites.attention.decode_kv import DecodeKV as DecodeKV
 from support.suites.attention.decode_kv import DecodeKVChecks as DecodeKVChecks
 from support.suites.attention.decode_kv import KVWindowsOfBothSides as KVWindowsOfBothSides
@@ -19,10 +22,20 @@ from support.suites.attention.decode_mla import assert_batch_invariant as assert
 from support.suites.attention.decode_mla import queries as queries
 from support.suites.attention.decode_mla_sparse import DecodeMLASparse as DecodeMLASparse
 from support.suites.attention.decode_mla_sparse import DecodeMLASparseChecks as DecodeMLASparseChecks
+from support.suites.attention.decode_mla_sparse import MaxLogits as MaxLogits
 from support.suites.attention.extra_slots import ExtraSlots as ExtraSlots
 from support.suites.attention.extra_slots import ExtraSlotsChecks as ExtraSlotsChecks
+from support.suites.attention.masks import KVMaskChecks as KVMaskChecks
+from support.suites.attention.masks import KVMasks as KVMasks
+from support.suites.attention.masks import KVTreeMasks as KVTreeMasks
+from support.suites.attention.masks import MLAMasks as MLAMasks
+from support.suites.attention.masks import MLATreeMasks as MLATreeMasks
 from support.suites.attention.merge import Merge as Merge
+from support.suites.attention.shared_prefix import KVSharedPrefixes as KVSharedPrefixes
+from support.suites.attention.shared_prefix import MLASharedPrefixes as MLASharedPrefixes
+from support.suites.attention.token_scales import TokenScales as TokenScales
 from support.suites.base import assert_a_scan_stacks as assert_a_scan_stacks
+from support.suites.base import check_ragged as check_ragged
 from support.suites.base import layout_of as layout_of
 from support.suites.blocks import BlockChecks as BlockChecks
 from support.suites.blocks import Blocks as Blocks

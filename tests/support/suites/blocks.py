@@ -7,7 +7,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import entry_bytes, to_bytes, to_cache
 from support import scenes
-from support.cases import on_layouts
+from support.cases import apart, on_layouts
 from support.compare import assert_same_bits
 from support.suites.base import Suite, formats, layout_of
 
@@ -16,10 +16,10 @@ class BlockChecks(Suite):
     """Checks of `copy_blocks`, `read_blocks` and `write_blocks`."""
 
     def blocks(self, layout, buffer):
-        """What belongs to each block, bytes [B, ...]: its run, or its entries in all layers."""
+        """What belongs to each block, arrays of bytes [B, ...]: its run, or its entries in all layers."""
         if layout.blocks_are_runs:
-            return buffer.reshape(layout.num_blocks, -1)
-        return np.moveaxis(entry_bytes(layout, buffer), 1, 0)
+            return [buffer.reshape(layout.num_blocks, -1)]
+        return [np.moveaxis(view, 1, 0) for view in entry_bytes(layout, buffer)]
 
     def make(self, name, entry, **sizes):
         """A layout and a buffer of random bytes."""
@@ -34,9 +34,9 @@ class BlockChecks(Suite):
         cache = to_cache(layout, before)
         after = self.run(jaxkv.copy_blocks, cache, jnp.asarray(src, jnp.int32), jnp.asarray(dst, jnp.int32))
         expected = before.copy()
-        target, source = self.blocks(layout, expected), self.blocks(layout, before)
-        for s, d in zip(src[:5], dst[:5], strict=True):
-            target[d] = source[s]
+        for target, source in zip(self.blocks(layout, expected), self.blocks(layout, before), strict=True):
+            for s, d in zip(src[:5], dst[:5], strict=True):
+                target[d] = source[s]
         assert_same_bits(to_bytes(after), expected)
 
     def check_travel(self, layout, before):
@@ -50,8 +50,8 @@ class BlockChecks(Suite):
             jaxkv.write_blocks, to_cache(layout, other), jnp.asarray([2, last, -1, 99]), jnp.asarray(rows[:4])
         )
         expected = other.copy()
-        target, source = self.blocks(layout, expected), self.blocks(layout, before)
-        target[2], target[last] = source[5], source[0]
+        for target, source in zip(self.blocks(layout, expected), self.blocks(layout, before), strict=True):
+            target[2], target[last] = source[5], source[0]
         assert_same_bits(to_bytes(after), expected)
 
 
@@ -68,8 +68,7 @@ class Blocks(BlockChecks):
     def test_blocks_travel(self, entry, name):
         self.check_travel(*self.make(name, entry))
 
-    @pytest.mark.parametrize("name", scenes.APART)
-    @formats(scenes.APART_ENTRIES)
+    @apart
     def test_keys_and_values_that_lie_apart(self, entry, name):
         layout = layout_of(name, entry, num_heads=2)
         before = scenes.garbage(layout, np.random.default_rng(2), "random")

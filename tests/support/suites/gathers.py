@@ -9,7 +9,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import to_cache
 from support import oracle, scenes
-from support.cases import on_layouts
+from support.cases import apart, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import UNUSED_SUMS, Suite, formats, full_tables, layout_of, with_unused_requests
 
@@ -72,8 +72,7 @@ class Gathers(GatherChecks):
         scene = scenes.scene(entry, num_heads=heads)
         self.check(scene, layout_of(name, entry, num_heads=heads), 1)
 
-    @pytest.mark.parametrize("name", scenes.APART)
-    @formats(scenes.APART_ENTRIES)
+    @apart
     def test_keys_and_values_that_lie_apart(self, entry, name):
         self.check(scenes.scene(entry, num_heads=2), layout_of(name, entry, num_heads=2), 1)
 
@@ -206,8 +205,7 @@ class Reads(ReadChecks):
         heads = 1 if entry.one_head else 2
         self.check(scenes.scene(entry, num_heads=heads), layout_of(name, entry, num_heads=heads), 1)
 
-    @pytest.mark.parametrize("name", scenes.APART)
-    @formats(scenes.APART_ENTRIES)
+    @apart
     def test_keys_and_values_that_lie_apart(self, entry, name):
         self.check(scenes.scene(entry, num_heads=2), layout_of(name, entry, num_heads=2), 1)
 

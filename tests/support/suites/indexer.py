@@ -1,5 +1,6 @@
 """The indexer: logits over split pages, exact selection."""
 
+import itertools
 from dataclasses import replace
 
 import jax.numpy as jnp
@@ -22,10 +23,11 @@ class IndexerChecks(Suite):
     e4m3_roundings = 128
     """Of float32, in the logits of e4m3 queries: products of such narrow values are exact, and only the sums round."""
 
-    def logits(self, q, weights, cache, scene, layer, max_len):
+    def logits(self, q, weights, cache, scene, layer, max_len, **keywords):
         """float32 [B, Q, max_len]."""
         tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
-        return self.run(jaxkv.indexer_logits, q, weights, cache, tables, lengths, layer=layer, max_len=max_len)
+        options = {"layer": layer, "max_len": max_len, **keywords}
+        return self.run(jaxkv.indexer_logits, q, weights, cache, tables, lengths, **options)
 
     def arguments(self, scene, tokens, dtype, heads=4):
         """q [B, Q, Hi, D], weights [B, Q, Hi]."""
@@ -34,14 +36,16 @@ class IndexerChecks(Suite):
         q = jnp.asarray(rng.standard_normal((*shape, scene.entry.head_dim))).astype(dtype)
         return q, jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
-    def truth(self, q, weights, scene, max_len):
-        """The formula in float64."""
+    def truth(self, q, weights, scene, max_len, ends=None):
+        """The formula in float64; query tokens see the tokens before `ends` [B, Q], by default up to their own."""
         q, weights = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, weights))
         found = np.full((*q.shape[:2], max_len), -np.inf)
+        if ends is None:
+            ends = np.asarray(scene.lengths)[:, None] - q.shape[1] + 1 + np.arange(q.shape[1])
         for b, length in enumerate(scene.lengths):
             k = scene.parts(b)[0][:, 0]
             for t in range(q.shape[1]):
-                end = min(max(length - q.shape[1] + 1 + t, 0), max_len)
+                end = min(max(ends[b, t], 0), length, max_len)
                 scores = np.maximum(q[b, t] @ k[:end].T, 0)
                 found[b, t, :end] = weights[b, t] @ scores
         return found
@@ -96,7 +100,7 @@ class Indexer(IndexerChecks):
         self.check(*self.arguments(scene, 2, dtype), scene, layout, 1, 200)
 
     @pytest.mark.parametrize("dtype", ["float32", "float8_e4m3fn"])
-    @formats([scenes.INDEXER_ENTRIES[0], scenes.INDEXER_ENTRY])
+    @formats([scenes.INDEXER_ENTRIES[0], scenes.INDEXER_ENTRY, scenes.INDEXER_ENTRIES[-1]])
     def test_dtypes_of_queries(self, dtype, entry):
         scene = scenes.scene(entry)
         self.check(*self.arguments(scene, 2, dtype), scene, layout_of("BLNHC padded", entry), 1, 200)
@@ -146,6 +150,32 @@ class Indexer(IndexerChecks):
         found = self.logits(q, weights, cache, replace(scene, tables=tables), 0, 4 * size)
         assert_close(found, right, roundings=128)
 
+    @pytest.mark.ci
+    @formats([scenes.INDEXER_ENTRY, scenes.INDEXER_ENTRIES[0]])
+    def test_lengths_per_query_token(self, entry):
+        full = full_tables(entry)
+        cache, (q, weights) = full.cache(layout_of("BLNHC", entry), 1), self.arguments(full, 3, "bfloat16")
+        ends = np.asarray([[5, 128, 0], [129, 2**31 - 1, 1], [-1, -(2**31), 64], [65, 63, 100]], np.int32)
+        tables = jnp.asarray(full.tables)
+        found = self.run(jaxkv.indexer_logits, q, weights, cache, tables, jnp.asarray(ends), layer=1, max_len=100)
+        assert_close(found, self.truth(q, weights, full, 100, ends.astype(np.int64)), roundings=128)
+
+    @pytest.mark.parametrize(
+        "entry", [scenes.INDEXER_ENTRY, further(scenes.INDEXER_ENTRIES[0])], ids=lambda entry: entry.format
+    )
+    def test_ragged_query_tokens(self, entry):
+        scene = scenes.scene(entry)
+        cache, edges = scene.cache(layout_of("BLNHC", entry), 1), np.cumsum([0, 0, 1, 7, 0, 65, 3])
+        (q,), (weights,) = self.arguments(replace(scene, lengths=(0,)), edges[-1] + 2, "bfloat16")
+        found = self.logits(q, weights, cache, scene, 1, 200, cu_q_lens=jnp.asarray(edges))
+        assert found.shape == (len(q), 200)
+        for b, (first, last) in enumerate(itertools.pairwise(edges)):
+            if first < last:
+                one = replace(scene, lengths=scene.lengths[b : b + 1], tables=scene.tables[b : b + 1])
+                right = self.truth(q[None, first:last], weights[None, first:last], one, 200)
+                assert_close(found[None, first:last], right, roundings=128)
+        assert (np.asarray(found[edges[-1] :]) == -np.inf).all()
+
     @pytest.mark.parametrize("max_len", [100, 200])
     def test_lengths_outside_the_table_are_clamped_to_it(self, max_len):
         entry = scenes.INDEXER_ENTRY
@@ -194,6 +224,16 @@ class Indexer(IndexerChecks):
         for row, valid in enumerate((250, 64, 3, 0)):
             logits[row, :, valid:] = -np.inf
         self.check_topk(logits, k)
+
+    @pytest.mark.parametrize("k", [7, further(64)])
+    def test_select_topk_of_the_first_logits_of_each_row(self, k):
+        rng = np.random.default_rng(0)
+        logits = rng.integers(0, 9, (4, 3, 50)).astype(np.float32)
+        lengths = np.asarray([[0, 1, 50], [51, 49, -1], [7, 2**31 - 1, -(2**31)], [30, 20, 6]], np.int32)
+        cut = np.where(np.arange(50) < lengths[..., None], logits, -np.inf).astype(np.float32)
+        right = self.run(jaxkv.select_topk, jnp.asarray(cut), k)
+        logits[np.arange(50) >= lengths[..., None]] = np.nan
+        assert_same_bits(self.run(jaxkv.select_topk, jnp.asarray(logits), k, lengths=jnp.asarray(lengths)), right)
 
     @pytest.mark.parametrize("k", [1, 3, 6, 9])
     def test_select_topk_ranks_nan_first(self, k):

@@ -8,7 +8,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import to_bytes, to_cache
 from support import oracle, scenes
-from support.cases import on_layouts
+from support.cases import apart, further, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import Suite, dtype_of, formats, layout_of
 
@@ -105,8 +105,7 @@ class WriteEntries(WriteEntriesChecks):
     def test_stores_the_bytes(self, entry, name):
         self.check_bytes(entry, name)
 
-    @pytest.mark.parametrize("name", scenes.APART)
-    @formats(scenes.APART_ENTRIES)
+    @apart
     def test_bytes_of_keys_and_values_that_lie_apart(self, entry, name):
         self.check_bytes(entry, name)
 
@@ -189,6 +188,20 @@ class RotatedWrites(RotatedChecks):
         assert_same_bits(stored, stored.astype(dtype).astype(jnp.float32))  # rounded to the dtype of the keys
 
 
+OF_TILES = [
+    entry
+    for entry in (*scenes.MLA_ENTRIES, *scenes.INDEXER_ENTRIES)
+    if any("scales" in field.name for field in entry.fields())
+]
+"""Entries that store a scale for each tile of values."""
+
+formats_with_scales = pytest.mark.parametrize(
+    "entry",
+    [entry if entry.format in ("fp8_ds_mla", "indexer_fp8") else further(entry) for entry in OF_TILES],
+    ids=[entry.format for entry in OF_TILES],
+)
+
+
 class Writes(WriteChecks):
     """The same on every layout."""
 
@@ -197,8 +210,7 @@ class Writes(WriteChecks):
         layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")
 
-    @pytest.mark.parametrize("name", scenes.APART)
-    @formats(scenes.APART_ENTRIES)
+    @apart
     def test_keys_and_values_that_lie_apart(self, entry, name):
         layout = layout_of(name, entry, num_heads=2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "random")
@@ -219,7 +231,7 @@ class Writes(WriteChecks):
         layout = layout_of("BLNHC padded", entry, block_size=block_size)
         self.check(layout, 2, self.slots(layout, np.random.default_rng(0)), "nan")
 
-    @formats([scenes.MLA_ENTRIES[4], scenes.INDEXER_ENTRY])
+    @formats_with_scales
     def test_quantised_bytes_of_extreme_rows(self, entry):
         layout = layout_of("BLNHC", entry)
         n = entry.sizes[0]
@@ -243,14 +255,14 @@ class Writes(WriteChecks):
         entries = scenes.fetch(layout, to_bytes(cache), 0)[0, 0, : len(rows)]
         assert_same_bits(entries, oracle.encode(entry, [part[:, 0] for part in parts]))
 
-    def test_a_nan_stays_visible(self):
-        for entry in (scenes.MLA_ENTRIES[4], scenes.INDEXER_ENTRY):
-            layout = layout_of("BLNHC", entry)
-            parts = [jnp.ones((1, 1, size)) for size in entry.sizes]
-            parts[0] = parts[0].at[0, 0, 3].set(jnp.nan)
-            cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.asarray([7]), 0, {})
-            stored = oracle.decode(entry, scenes.fetch(layout, to_bytes(cache), 0)[0, 0, 7])[0]
-            assert np.isnan(stored[3])
+    @formats_with_scales
+    def test_a_nan_stays_visible(self, entry):
+        layout = layout_of("BLNHC", entry)
+        parts = [jnp.ones((1, 1, size)) for size in entry.sizes]
+        parts[0] = parts[0].at[0, 0, 3].set(jnp.nan)
+        cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.asarray([7]), 0, {})
+        stored = oracle.decode(entry, scenes.fetch(layout, to_bytes(cache), 0)[0, 0, 7])[0]
+        assert np.isnan(stored[3])
 
     def test_fp8_saturates(self):
         layout = layout_of("BLNHC", scenes.MLA_ENTRIES[3])

@@ -11,12 +11,32 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from jaxkv.support import call_of
 from jaxkv_kernels.triton.kernels import Triton
 
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227}
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
 """KiB of shared memory that a program may have, by compute capability."""
+
+
+def on_generations(names, cases, count):
+    """Parametrises `names` and `capability`: each case with `count` of them by default, in turn; others are slow."""
+    return pytest.mark.parametrize(
+        (*names.split(", "), "capability"),
+        [
+            pytest.param(*case, capability, marks=marks)
+            for turn, case in enumerate(cases)
+            for capability, marks in in_turn(turn, count)
+        ],
+    )
+
+
+def in_turn(turn, count):
+    """(capability, marks) of every generation: all but `count`, which begin with another one in each turn, are slow."""
+    for number, capability in enumerate(SHARED):
+        yield capability, () if (number - turn) % len(SHARED) < count else pytest.mark.slow
+
 
 POINTERS = {
     "bfloat16": "*bf16",

@@ -31,6 +31,7 @@ class Triton:
     gaps = (
         "`logit_cap` of",  # too large for tanh by way of exp2
         "entries of format",
+        "`mask`, a function",  # without intervals
         "`q` of float16: supports bfloat16 and float32 with entries of format 'int8'",
         "part of 0 values",  # gathers would have a result of no values
         "no slots",  # likewise reads

@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.cases import each_format, each_value, further, on_layouts
+from support.cases import apart, each_format, each_value, further, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import (
     CLAMPED,
@@ -18,7 +18,6 @@ from support.suites.base import (
     Suite,
     check_ragged,
     dtype_of,
-    formats,
     full_tables,
     layout_of,
     with_unused_requests,
@@ -64,12 +63,13 @@ class DecodeKVChecks(Suite):
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_kv, q, cache, tables, lengths, layer=layer, **keywords)
 
-    def truth(self, q, scene, scale=SCALE, *, causal=True, window=None, **keywords):
+    def truth(self, q, scene, scale=SCALE, *, causal=True, window=None, mask=None, tree_mask=None, **keywords):
         """out and lse in float64, of each request, for queries [B, Q, ...] or a list of B arrays [Q, ...]."""
         found = []
         for request, length in enumerate(scene.lengths):
+            tree = None if tree_mask is None else np.asarray(tree_mask[request])
             wide = np.asarray(q[request].astype(jnp.float32), np.float64)
-            seen = oracle.seen_by_last(length, len(wide), window, causal=causal)
+            seen = oracle.seen_by_last(length, len(wide), window, causal=causal, mask=mask, tree=tree)
             found.append(oracle.attention(wide, *scene.parts(request), scale, seen=seen, **keywords))
         return tuple(zip(*found, strict=True))
 
@@ -107,10 +107,10 @@ class DecodeKV(DecodeKVChecks):
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
         self.check_layout(name, self.entry(entry.format))
 
-    @pytest.mark.parametrize("name", scenes.APART)
-    @formats(scenes.APART_ENTRIES)
+    @apart
     def test_keys_and_values_that_lie_apart(self, entry, name):
-        self.check_layout(name, jaxkv.KVEntry(entry.format, self.head_dim))
+        value_dim = self.head_dim if entry.head_dim == entry.value_dim else self.value_dim
+        self.check_layout(name, scenes.entry_of(jaxkv.KVEntry, entry.format, self.head_dim, value_dim))
 
     @pytest.mark.parametrize(("heads", "query_heads"), [(4, 4), (4, 32), (1, 5)])
     def test_mha_gqa_mqa(self, heads, query_heads):
@@ -137,6 +137,28 @@ class DecodeKV(DecodeKVChecks):
             assert_same_bits(a, b)
         out = self.decode(q[:, 0], cache, scene, 1, return_lse=False)
         assert (out.shape, out.dtype) == ((*q[:, 0].shape[:-1], entry.value_dim), converted.dtype)
+
+    @pytest.mark.parametrize("q_scale", [further(0.3), np.linspace(0.1, 0.7, 6, dtype=np.float32)])
+    def test_scales_of_e4m3_queries(self, q_scale):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
+        q = self.query(entry, len(scene.lengths), 2, 6).astype("float8_e4m3fn")
+        found = self.decode(q, cache, scene, 1, q_scale=q_scale)
+        right = self.truth(oracle.without_scale(q, q_scale, dtype_of(entry)), scene)
+        assert_close(found[0], np.stack(right[0]), roundings=64 if self.exact == "f32" else 4, magnitude=1)
+        assert_close(found[1], np.stack(right[1]), roundings=64, magnitude=4)
+
+    @pytest.mark.ci
+    def test_one_scale_for_the_queries_of_all_heads_is_the_same_scale_for_each(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, num_heads=2)
+        cache, q = scene.twin(layout_of("BLNHC", entry, num_heads=2)), self.query(entry, len(scene.lengths), 2, 6)
+        found = [
+            self.decode(q.astype("float8_e4m3fn"), cache, scene, 0, q_scale=scale) for scale in (0.3, np.full(6, 0.3))
+        ]
+        for a, b in zip(*found, strict=True):
+            assert_same_bits(a, b)
 
     @pytest.mark.parametrize("sizes", [(512, 512), (320, 64)])
     def test_large_heads(self, sizes):
@@ -389,17 +411,17 @@ class KVWindowsOfBothSides(DecodeKVChecks):
             found = self.decode(q.reshape(-1, *q.shape[2:]), cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
             check_ragged(found, self.truth(q, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
 
-    def test_tokens_outside_the_window_do_not_matter(self):
+    @pytest.mark.parametrize("ragged", [further(False), True])
+    def test_tokens_that_no_query_token_sees_do_not_matter(self, ragged):
         entry = self.entry()
         scene, layout = scenes.scene(entry, num_heads=2, lengths=(130, 70)), layout_of("BLNHC", entry, num_heads=2)
         q, keywords = self.query(entry, 2, 4, 4), {"window": (20, 1), "causal": False}
+        if ragged:
+            q, keywords["cu_q_lens"] = q.reshape(8, *q.shape[2:])[1:], jnp.asarray([0, 3, 7])
         right = self.decode(q, scene.cache(layout, 1), scene, 1, **keywords)
-        # Of tokens 126 to 129: no window includes 105, only the first one's 106, and the last two's 129.
-        broken = scene.holding(np.nan, 0, 105).holding(np.nan, 0, 106).holding(np.nan, 0, 129)
+        broken = scene.holding(np.nan, 0, 106 if ragged else 105).holding(np.nan, 1, 45)  # just before the windows
         for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1, **keywords), right, strict=True):
-            assert_same_bits(a[0, 1], b[0, 1])
-            assert_same_bits(a[1], b[1])
-            assert np.isnan(np.asarray(a[0, [0, 2, 3]], np.float32)).all()
+            assert_same_bits(a, b)
 
     def test_plans_are_for_one_window(self):
         entry = self.entry()
@@ -430,6 +452,18 @@ class UnseenByKV(DecodeKVChecks):
             assert_same_bits(a[0, 1], b[0, 1])
             assert_same_bits(a[1], b[1])
             assert np.isnan(np.asarray(a[0, ::2], np.float32)).all()
+
+    def test_tokens_outside_a_window_of_both_sides_do_not_matter(self):
+        entry = self.entry()
+        scene, layout = scenes.scene(entry, num_heads=2, lengths=(130, 70)), layout_of("BLNHC", entry, num_heads=2)
+        q, keywords = self.query(entry, 2, 4, 4), {"window": (20, 1), "causal": False}
+        right = self.decode(q, scene.cache(layout, 1), scene, 1, **keywords)
+        # Of tokens 126 to 129: no window includes 105, only the first one's 106, and the last two's 129.
+        broken = scene.holding(np.nan, 0, 105).holding(np.nan, 0, 106).holding(np.nan, 0, 129)
+        for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1, **keywords), right, strict=True):
+            assert_same_bits(a[0, 1], b[0, 1])
+            assert_same_bits(a[1], b[1])
+            assert np.isnan(np.asarray(a[0, [0, 2, 3]], np.float32)).all()
 
     def test_infinite_values_are_those_of_their_column(self):
         entry = self.entry()

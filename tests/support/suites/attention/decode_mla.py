@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.cases import each_format, each_value, on_layouts
+from support.cases import each_format, each_value, further, on_layouts
 from support.compare import EPSILON, assert_close, assert_same_bits
 from support.suites.attention.decode_kv import BOTH_SIDES, OPTIONS, TOKENS, options_of
 from support.suites.base import (
@@ -79,13 +79,14 @@ class DecodeMLAChecks(Suite):
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_mla, *q, cache, tables, lengths, layer=layer, **keywords)
 
-    def truth(self, q, scene, scale=SCALE, *, causal=True, window=None, **keywords):
+    def truth(self, q, scene, scale=SCALE, *, causal=True, window=None, mask=None, tree_mask=None, **keywords):
         """out and lse in float64; `q` holds arrays [B, Q, ...], or lists of B arrays [Q, ...]."""
         q_latent, q_pe = ([np.asarray(x.astype(jnp.float32), np.float64) for x in part] for part in q)
         found = []
         for request, length in enumerate(scene.lengths):
+            tree = None if tree_mask is None else np.asarray(tree_mask[request])
             latent, rope = scene.parts(request)
-            seen = oracle.seen_by_last(length, len(q_latent[request]), window, causal=causal)
+            seen = oracle.seen_by_last(length, len(q_latent[request]), window, causal=causal, mask=mask, tree=tree)
             joined = np.concatenate([q_latent[request], q_pe[request]], axis=-1)
             keys_and_values = oracle.keys_and_values(scene.entry, latent, rope)
             found.append(oracle.attention(joined, *keys_and_values, scale, seen=seen, **keywords))
@@ -142,6 +143,20 @@ class DecodeMLA(DecodeMLAChecks):
         scene = scenes.scene(entry, block_size=block_size)
         layout = layout_of("packed, uint8", entry, block_size=block_size)
         self.check(queries(entry, len(scene.lengths), self.tokens, self.heads), scene.cache(layout, 1), scene, 1)
+
+    @pytest.mark.parametrize("q_scale", [None, further(0.3), further(np.linspace(0.1, 0.7, 3, dtype=np.float32))])
+    def test_queries_of_e4m3(self, q_scale):
+        entry = self.entry("fp8")
+        scene = scenes.scene(entry)
+        cache = scene.cache(layout_of("BLNHC", entry), 1)
+        q = queries(entry, len(scene.lengths), 2, 3, "float8_e4m3fn")
+        out, lse = self.decode(q, cache, scene, 1, q_scale=q_scale)
+        right = self.truth(
+            [oracle.without_scale(x, 1 if q_scale is None else q_scale, dtype_of(entry)) for x in q], scene
+        )
+        assert out.dtype == dtype_of(entry)
+        assert_close(out, np.stack(right[0]), roundings=4, magnitude=1)
+        assert_close(lse, np.stack(right[1]), roundings=64, magnitude=4)
 
     @pytest.mark.parametrize("heads", [1, 9, 128])
     def test_head_counts(self, heads):

@@ -6,10 +6,10 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
-from support.cases import on_layouts
+from support.cases import further, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.attention.decode_mla import SCALE, queries
-from support.suites.base import Suite, layout_of
+from support.suites.base import Suite, dtype_of, layout_of
 
 LENGTHS = (190, 64, 1)
 
@@ -118,6 +118,16 @@ class DecodeMLASparse(DecodeMLASparseChecks):
         for x, expected in zip(found, right, strict=True):
             assert_same_bits(x, expected)
 
+    @pytest.mark.parametrize("q_scale", [further(0.3), further(np.linspace(0.1, 0.7, 3, dtype=np.float32))])
+    def test_queries_of_e4m3(self, q_scale):
+        entry = self.entry("fp8")
+        scene = scenes.scene(entry, lengths=LENGTHS)
+        slots = self.choose(scene, 2, 32, np.random.default_rng(0))
+        q = queries(entry, 3, 2, 3, "float8_e4m3fn")
+        found = self.decode(q, scene.cache(layout_of("BLNHC", entry), 1), slots, 1, scene, q_scale=q_scale)
+        wide = [oracle.without_scale(x, q_scale, dtype_of(entry)) for x in q]
+        self.compare([x.astype(dtype_of(entry)) for x in q], found, self.truth(wide, slots, scene))
+
     def test_no_live_slot_at_all(self):
         entry = self.entry("fp8_ds_mla")
         scene = scenes.scene(entry, lengths=LENGTHS)
@@ -148,3 +158,60 @@ class DecodeMLASparse(DecodeMLASparseChecks):
         dense = self.run(jaxkv.decode_mla, *q, cache, tables, lengths, layer=1, scale=SCALE, return_lse=True)
         assert_close(out, dense[0], roundings=64)
         assert_close(lse, dense[1], roundings=64)
+
+
+class MaxLogits(DecodeMLASparseChecks):
+    """The largest logits of `decode_mla_sparse`."""
+
+    def largest(self, q, slots, scene, counts=None, extra=None, cap=None):
+        """The largest score of each query token and head in float64, -inf without keys."""
+        wide = np.concatenate([np.asarray(x.astype(jnp.float32), np.float64) for x in q], axis=-1)
+        found = np.full(wide.shape[:-1], -np.inf)
+        for b, t in np.ndindex(*slots.shape[:2]):
+            sources = [(scene, slots, counts), *([] if extra is None else [extra])]
+            keys = np.concatenate([self.chosen(*source, b, t)[0][:, 0] for source in sources])
+            if len(keys):
+                scores = (wide[b, t] @ keys.T * SCALE).max(axis=-1)
+                found[b, t] = scores if cap is None else cap * np.tanh(scores / cap)
+        return found
+
+    @pytest.mark.parametrize("name", ["packed, bfloat16", *map(further, ("BLNHC", "LBHNC padded", "gaps, offset"))])
+    @pytest.mark.parametrize("form", ["bf16", further("fp8"), further("fp8_ds_mla")])
+    def test_equal_those_of_the_oracle(self, form, name):
+        entry = self.entry(form)
+        scene, layout = scenes.scene(entry, lengths=LENGTHS), layout_of(name, entry)
+        q, slots = queries(entry, 3, 2, 3), self.choose(scene, 2, 32, np.random.default_rng(0))
+        found = self.decode(q, scene.cache(layout, 1), slots, 1, scene, return_max_logits=True)
+        assert_close(found[2], self.largest(q, slots, scene), roundings=64, magnitude=4)
+        for a, b in zip(
+            found, self.decode(q, scene.twin(layout), slots, 0, scene, return_max_logits=True), strict=True
+        ):
+            assert_same_bits(a, b)
+
+    @pytest.mark.ci
+    def test_leave_the_other_results_as_they_are(self):
+        entry = self.entry()
+        scene = scenes.scene(entry, lengths=LENGTHS)
+        cache, q = scene.cache(layout_of("BLNHC", entry), 0), queries(entry, 3, 2, 3)
+        slots = self.choose(scene, 2, 600, np.random.default_rng(1))
+        counts = np.asarray([[600, 5], [0, 31], [1, 100]], np.int32)
+        options = {"counts": counts, "sinks": np.asarray([0.5, -1.0, 9.0], np.float32), "logit_cap": 2.0}
+        out, lse, largest = self.decode(q, cache, slots, 0, scene, return_max_logits=True, **options)
+        assert_close(largest, self.largest(q, slots, scene, counts, cap=2.0), roundings=64, magnitude=4)
+        assert (np.asarray(largest)[1, 0] == -np.inf).all()
+        for a, b in zip((out, lse), self.decode(q, cache, slots, 0, scene, **options), strict=True):
+            assert_same_bits(a, b)
+        alone = self.decode(q, cache, slots, 0, scene, return_max_logits=True, return_lse=False, **options)
+        for a, b in zip(alone, (out, largest), strict=True):
+            assert_same_bits(a, b)
+
+    @pytest.mark.ci
+    def test_of_two_caches(self):
+        entry = self.entry()
+        scene, other = scenes.scene(entry, lengths=LENGTHS), scenes.scene(entry, lengths=(70, 3, 0), seed=1)
+        cache, second = (one.cache(layout_of("BLNHC", entry), 1) for one in (scene, other))
+        q, rng = queries(entry, 3, 2, 3), np.random.default_rng(2)
+        slots, more = self.choose(scene, 2, 32, rng), self.choose(other, 2, 40, rng)
+        extra = jaxkv.ExtraCache(second, jnp.asarray(more), 1)
+        *_, largest = self.decode(q, cache, slots, 1, scene, extra=extra, return_max_logits=True)
+        assert_close(largest, self.largest(q, slots, scene, extra=(other, more, None)), roundings=64, magnitude=4)
