@@ -95,7 +95,8 @@ def further(*values):
 
 def each_format(given):
     """Entries, or names of formats; those of formats `LIKE_OTHERS` are further cases."""
-    return [further(each) if getattr(each, "format", each) in LIKE_OTHERS else each for each in given]
+    names = [each if isinstance(each, str) else each.format for each in given]
+    return [further(each) if name in LIKE_OTHERS else each for each, name in zip(given, names, strict=True)]
 
 
 def each_value(names, *axes, default=None, valid=lambda *values: True):
