@@ -256,10 +256,9 @@ class Workload:
             head = self.entry.sizes[0]
             token, block = self.kv_heads * head, self.block_size * self.kv_heads * head
             plane = num_blocks * block
-            strides = {"layer": 2 * plane, "part": plane, "block": block, "token": token, "head": head}
-            return jaxkv.CacheLayout.from_strides(
-                entry=self.entry, strides=strides, size=2 * plane * self.layers, **heads, **sizes
-            )
+            strides = {"layer": 2 * plane, "block": block, "token": token, "head": head}
+            places = {"strides": strides, "value_offset": plane, "size": 2 * plane * self.layers}
+            return jaxkv.CacheLayout.from_strides(entry=self.entry, **places, **heads, **sizes)
         padding = -plain.block_nbytes % PADDED_TO or PADDED_TO
         return jaxkv.CacheLayout(entry=self.entry, block_padding=padding // plain.itemsize, **heads, **sizes)
 

@@ -255,15 +255,16 @@ def seen_by_sparse(case, draw, parts, queries):
 @pytest.mark.ci
 @drawn_for("decode_kv", "decode_mla")
 def test_prefill(operation, seed):
-    """`prefill_kv` and `prefill_mla` of the calls of dense attention without prefixes, in blocks that the cache has."""
+    """`prefill_kv` and `prefill_mla` of the calls of dense attention, without masks and prefixes, in known blocks."""
     for case, draw, rng in cases(operation, seed):
         tables, lengths = draw.index
         tables = np.where((tables >= 0) & (tables < case.layout.num_blocks), tables, 0)
         draw = draw._replace(index=(tables, lengths), live=np.ones_like(draw.live), layer=np.int32(0))
         cache, parts = filled(case, draw, rng)
-        extras = tuple(name for name in case.extras if name != "prefix_tables")
+        extras = tuple(name for name in case.extras if name not in ("prefix_tables", "tree_mask"))
         keywords = {name: array for name, array in draw.keywords.items() if name in ("cu_q_lens", "sinks")}
-        case, draw = replace(case, extras=extras), draw._replace(keywords=keywords)
+        unmasked = tuple((name, value) for name, value in case.options if name != "mask")
+        case, draw = replace(case, extras=extras, options=unmasked), draw._replace(keywords=keywords)
         options = {**dict(case.options), **keywords, "layer": 0, "implementation": "xla"}
         requests, least = (cache, tables, lengths), int(rng.integers(1, 2**16))
         queries = [jnp.asarray(rng.standard_normal(shape).astype(np.float32)) for shape, _ in case.value_shapes]

@@ -116,7 +116,7 @@ def _kernel_calls[C: (DecodeCall, PlanDecode)](call: C) -> list[C]:
 
 def _each_alone(q: jax.Array) -> jax.Array:
     """Queries [B, Q, H, D] as those of requests of one query token, [B * Q, 1, H, D]."""
-    return q.reshape(-1, 1, *q.shape[2:])
+    return q.reshape(q.shape[0] * q.shape[1], 1, *q.shape[2:])
 
 
 def _ordered(results: Results, call: DecodeCall) -> Results:

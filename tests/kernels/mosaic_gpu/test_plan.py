@@ -155,7 +155,6 @@ def test_partitions_of_requests_fill_the_gpu(entry, kv_heads, heads, requests, c
         "buffer": shape((layout.size,), layout.dtype),
         "block_tables": shape((requests, 12), jnp.int32),
         "seq_lens": shape((requests,), jnp.int32),
-        "trailing": None,
     }
     options = {"heads": heads, "q_len": 1, "window": None, "ahead": 0, "batch_invariant": False}
     options |= {"trailing": None, "tree": None, "mask": None}
