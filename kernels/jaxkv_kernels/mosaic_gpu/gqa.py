@@ -159,7 +159,7 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
     row_tiles = -(-tokens * group // TILE)
     stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, including those that TMA clips
     per_tile = min(padded, TILE)  # the same for arrays with one value per row: TMA does not clip copies to them
-    views = [token_rows(part) for part in pages.parts]
+    views = [token_rows(part, second=bool(i)) for i, part in enumerate(pages.parts)]
     apart = len(views) > 1  # keys and values, each in a tile of its own; otherwise side by side in one tile
     first_value = 0 if apart else head_dim
     stages, query_stages = _stages(config, head_dim, value_dim, dtype.itemsize)

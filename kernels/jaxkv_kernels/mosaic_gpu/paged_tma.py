@@ -107,9 +107,9 @@ class PageTable:
         return x
 
 
-def token_rows(pages: Pages) -> TokenRows:
-    """The view of a buffer of the entries' dtype, for the GPU or the interpreter."""
-    return (InterpretedTokenRows if interpreting.value else TokenRows)(pages, origin_step(pages))
+def token_rows(pages: Pages, *, second: bool = False) -> TokenRows:
+    """The view of a buffer of the entries' dtype, for the GPU or the interpreter; `second` is that of `TokenRows`."""
+    return (InterpretedTokenRows if interpreting.value else TokenRows)(pages, origin_step(pages), second)
 
 
 class PagedKeys:

@@ -29,6 +29,8 @@ class TokenRows:
     pages: Pages
     step: int
     """Elements from one origin to the next.  The offset and all strides between pages are multiples of it."""
+    second: bool = False
+    """Whether the kernel has another view of the same buffer: `restride` distinguishes operands by their shapes."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -55,14 +57,14 @@ class TokenRows:
 
     def of(self, buffer: jax.Array) -> jax.Array:
         """The operand of a kernel; no copy."""
-        return buffer.reshape(-1, 1, self.step)
+        return buffer.reshape((1, -1, self.step) if self.second else (-1, 1, self.step))
 
     def install(self, ref) -> None:
         """Makes the TMA copies of a kernel address `ref`, its operand, by this view."""
         restride(ref, self.shape, self.strides)
 
     def start(self, ref, origin, row):
-        """A reference to the first element of a row of the operand, for instructions that take an address."""
+        """A reference to the first element of a row of the first operand, for instructions that take an address."""
         return ref.at[origin, 0, pl.ds(row * self.pages.token_stride, 1)]
 
 

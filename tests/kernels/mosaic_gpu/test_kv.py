@@ -35,7 +35,7 @@ class Mosaic:
         "blocks of",  # TMA tiles are of whole 16-token pages
         "`mask`, a function",  # without intervals
         "`logit_cap` of",  # too large for tanh by way of exp2
-        "keys and values of format 'fp8' that lie apart",
+        "keys and values of format",  # quantised ones that lie apart
     )
 
 
