@@ -100,14 +100,6 @@ REJECTED = {
         lambda: ragged(skip_kv_mask=True),
         "unexpected keyword argument 'skip_kv_mask'",
     ),
-    "quantised heads of 64 values (GPT-OSS) on Hopper's own kernels": (
-        lambda: attend(implementation="mosaic_gpu"),
-        r"entries of 64 \+ 64 values: supports 128 and 256 of each, if quantised",
-    ),
-    "nvfp4 with swizzled scales": (
-        lambda: jaxkv.KVEntry("nvfp4_swizzled", 64),
-        "format 'nvfp4_swizzled': expected one of",
-    ),
     "kernels of its own for NVIDIA Blackwell": (
         lambda: attend(implementation="mosaic_gpu"),
         "needs compute capability 9.0 .Hopper.; NVIDIA B200 has 10.0",

@@ -209,9 +209,14 @@ FEATURES = {
         ),
         Feature(
             "quantised heads of 64 values (GPT-OSS) on Hopper's own kernels",
-            "`mosaic_gpu` supports heads of 128 and 256 quantised values; `triton` runs the others",
+            "`fp8` and `int8`; those of `nvfp4` run on `triton`",
+            (MOSAIC + "test_kv.py::test_sizes_of_quantised_heads",),
         ),
-        Feature("nvfp4 with swizzled scales", "the scales of a token follow its values"),
+        Feature(
+            "nvfp4 with swizzled scales",
+            "`swizzle_scales`, with `Entry.pack` and `write_entries`, converts vLLM's pages",
+            ("tests/kernels/test_formats.py::test_nvfp4_pages_whose_scales_are_permuted_across_tokens",),
+        ),
     ),
     "Indexer": (
         Feature(

@@ -368,7 +368,13 @@ def test_lowers_for_hopper(form, case):
 def decode_sparse(layout, *, logit_cap=None):
     """The kernel of `decode_mla_sparse` as a function of arrays."""
     names = ("q_latent", "q_pe", "buffer", "slots", "counts", "sinks", "layer", "scale", "kv_scale", "extra")
-    options = {"pages": layout.pages, "entry": layout.entry, "logit_cap": logit_cap, "batch_invariant": False}
+    options = {
+        "pages": layout.pages,
+        "entry": layout.entry,
+        "logit_cap": logit_cap,
+        "batch_invariant": False,
+        "max_logits": False,
+    }
     return kernels.called(MosaicGPU(), "decode_mla_sparse", names, **options)
 
 
