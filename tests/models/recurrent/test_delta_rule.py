@@ -8,6 +8,7 @@ import pytest
 
 from jaxkv.models.layers import delta_rule
 from jaxkv.models.layers.delta_rule import convolve, gated_delta_rule
+from support.cases import further
 from support.compare import assert_close, assert_same_bits
 
 ROUNDINGS = 32
@@ -57,16 +58,16 @@ run = jax.jit(gated_delta_rule)
     ("tokens", "options"),
     [
         (1, {}),
-        (64, {"heads": 2}),
-        (65, {}),
-        (200, {"remember": 0.0}),
+        further(64, {"heads": 2}),
+        further(65, {}),
+        further(200, {"remember": 0.0}),
         (200, {"remember": 20.0}),  # exp of the sum of the decays is 0, and of its negative infinite
         (130, {"alike": 1.0}),  # powers of the matrix that is inverted would be as large as 1e17
-        (130, {"alike": 0.9, "remember": 0.0}),
+        further(130, {"alike": 0.9, "remember": 0.0}),
         # A decay per value of a key.
         (1, {"decays": 16}),
         (65, {"decays": 16}),
-        (200, {"decays": 16, "remember": 20.0}),
+        further(200, {"decays": 16, "remember": 20.0}),
         (130, {"decays": 16, "alike": 1.0}),
     ],
 )
