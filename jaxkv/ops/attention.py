@@ -213,7 +213,7 @@ def decode_mla(
     requests = request_fields(dims, cache, block_tables, seq_lens, layer)
     q_len = dims["Q"] if axes == "B Q Hq" else None
     tokens = 1 if axes == "B Hq" else q_len
-    masks = {"window": window, "causal": causal, "mask": mask, "tree_mask": tree_mask}
+    masks: dict[str, Any] = {"window": window, "causal": causal, "mask": mask, "tree_mask": tree_mask}
     call = calls.DecodeMLA(
         q_latent=q_latent,
         q_pe=q_pe,
@@ -381,7 +381,7 @@ def decode_kv(
     requests = request_fields(dims, cache, block_tables, seq_lens, layer)
     q_len = dims["Q"] if axes == "B Q Hq" else None
     tokens = 1 if axes == "B Hq" else q_len
-    masks = {"window": window, "causal": causal, "mask": mask, "tree_mask": tree_mask}
+    masks: dict[str, Any] = {"window": window, "causal": causal, "mask": mask, "tree_mask": tree_mask}
     call = calls.DecodeKV(
         q=q,
         **requests,

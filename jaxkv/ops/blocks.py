@@ -221,8 +221,8 @@ def _in_rows(rows: jax.Array, pages: Pages) -> list[tuple[Pages, dict[str, jax.A
     counts = {"block": count, "layer": pages.num_layers, "head": pages.num_heads, "token": pages.block_size}
     grid = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in counts.values()), indexing="ij")
     index = dict(zip(counts, grid, strict=True))
-    sizes = {"num_blocks": count, "block_stride": length, "size": rows.size}
-    return [(replace(part, **sizes), index) for part in pages.exported.parts]
+    parts = pages.exported.parts
+    return [(replace(part, num_blocks=count, block_stride=length, size=rows.size), index) for part in parts]
 
 
 _IDS = array("int32", 3)

@@ -115,8 +115,8 @@ def _logits_call(
         arranged = partial(_by_token, block_size=pages.block_size)
         q, weights, tables, lengths = computed(arranged, q, weights, tables, lengths, sums)
     return calls.IndexerLogits(
-        q=q,
-        weights=weights,
+        q=cast(jax.Array, q),
+        weights=cast(jax.Array, weights),
         buffer=cache.buffer,
         pages=pages,
         entry=entry,
@@ -168,12 +168,11 @@ def select_topk(
     """
     if getattr(logits, "dtype", None) != jnp.float32 or not getattr(logits, "shape", ()):
         raise ValueError(f"`logits` is {describe(logits)}: expected float32 [..., N]")
-    logits = cast(jax.Array, logits)
     if lengths is not None:
-        rows = {f"n{axis}": (length, "that of `logits`") for axis, length in enumerate(logits.shape[:-1], 1)}
+        rows = {f"n{axis}": (length, "that of `logits`") for axis, length in enumerate(jnp.shape(logits)[:-1], 1)}
         Dims(**rows).check_ints("lengths", lengths, " ".join(rows))
         logits = computed(_before, logits, int32(lengths))
-    return run(calls.SelectTopk(logits=logits, k=positive_int("k", k)), implementation)
+    return run(calls.SelectTopk(logits=cast(jax.Array, logits), k=positive_int("k", k)), implementation)
 
 
 def _before(logits, lengths):

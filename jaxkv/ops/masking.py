@@ -51,14 +51,15 @@ def _mask(mask: Any) -> Mask:
     expected = "expected None, or a function of query positions and key positions, which are broadcast"
     if not callable(mask) or not isinstance(mask, Hashable):
         raise ValueError(f"`mask` is {describe(mask)}: {expected} (it is static)")
+    checked = cast(Mask, mask)
     queries, keys = (jax.ShapeDtypeStruct(shape, jnp.int32) for shape in ((2, 1), (3,)))
-    found = jax.eval_shape(mask, queries, keys)
+    found = jax.eval_shape(checked, queries, keys)
     if getattr(found, "dtype", None) != jnp.bool_ or found.shape not in ((), (3,), (1, 3), (2, 1), (2, 3)):
         raise ValueError(
             f"`mask` returns {describe(found)} for query positions [2, 1] and key positions [3]: {expected}, which "
             "returns an array of bool"
         )
-    return cast(Mask, mask)
+    return checked
 
 
 def _tree(dims: Dims, requests: dict[str, Any], q_len, causal, tree_mask, cu_q_lens) -> Tree:

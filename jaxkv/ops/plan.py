@@ -160,8 +160,8 @@ def plan_decode(
     if cu_q_lens is not None and q_len != 1:
         raise ValueError(f"`q_len` is {q_len}: expected 1, because `cu_q_lens` has the numbers of query tokens")
     tokens = q_len if cu_q_lens is None else None
-    requests = {"pages": pages, "block_tables": int32(block_tables), "seq_lens": int32(seq_lens)}
-    masks = {"window": window, "causal": causal, "mask": mask, "tree_mask": tree_mask}
+    requests: dict[str, Any] = {"pages": pages, "block_tables": int32(block_tables), "seq_lens": int32(seq_lens)}
+    masks: dict[str, Any] = {"window": window, "causal": causal, "mask": mask, "tree_mask": tree_mask}
     call = calls.PlanDecode(
         buffer=cache.buffer,
         **requests,
