@@ -225,23 +225,8 @@ def decode_mla(
         plan=None,
         trailing=None,
     )
-    arrangement = arrange(
-        call,
-        dims,
-        q_len=q_len,
-        cu_q_lens=cu_q_lens,
-        groups=groups_of(plan, None if cu_q_lens is None else dims["T"]),
-    )
     prefixes = shared_prefixes(dims, prefix_tables, prefix_lens, prefix_of, window, mask)
-    planned = prefix_plan(plan, prefixes)
-    _check_seen(cache, call, arrangement, cu_q_lens)
-    out, lse = run_planned(call, arrangement, plan, implementation)
-    if prefixes is not None:
-        shared = _of_prefixes(cache, call, prefixes, lse, arrangement.q_len, cu_q_lens, planned, implementation)
-        both, lse = computed(merged, (out, lse), shared)
-        out = both.astype(out.dtype)
-    if sinks is not None:
-        out = with_sinks(out, lse, sinks)
+    out, lse = _attended(cache, call, dims, q_len, cu_q_lens, prefixes, sinks, plan, implementation)
     return (out, lse) if return_lse else out
 
 
@@ -393,29 +378,32 @@ def decode_kv(
         plan=None,
         trailing=None,
     )
-    arrangement = arrange(
-        call,
-        dims,
-        q_len=q_len,
-        cu_q_lens=cu_q_lens,
-        groups=groups_of(plan, None if cu_q_lens is None else dims["T"]),
-    )
     prefixes = shared_prefixes(dims, prefix_tables, prefix_lens, prefix_of, window, mask)
-    planned = prefix_plan(plan, prefixes)
-    _check_seen(cache, call, arrangement, cu_q_lens)
-    out, lse = run_planned(call, arrangement, plan, implementation)
-    if prefixes is not None:
-        shared = _of_prefixes(cache, call, prefixes, lse, arrangement.q_len, cu_q_lens, planned, implementation)
-        both, lse = computed(merged, (out, lse), shared)
-        out = both.astype(out.dtype)
-    if sinks is not None:
-        out = with_sinks(out, lse, sinks)
+    out, lse = _attended(cache, call, dims, q_len, cu_q_lens, prefixes, sinks, plan, implementation)
     return (out, lse) if return_lse else out
 
 
 def converted(q: Any, dtype: DTypeLike) -> jax.Array:
     """Queries `q` as they are, or those of e4m3 as `dtype`."""
     return q if str(q.dtype) in FLOATS else computed(lambda q: q.astype(dtype), q)
+
+
+def _attended(
+    cache: KVCache, call: calls.DecodeCall[Any], dims: Dims, q_len, cu_q_lens, prefixes, sinks, plan, implementation
+) -> tuple[jax.Array, jax.Array]:
+    """The results of a checked call, in the order of its queries: to own tokens and to `prefixes`, with `sinks`."""
+    groups = groups_of(plan, None if cu_q_lens is None else dims["T"])
+    arrangement = arrange(call, dims, q_len=q_len, cu_q_lens=cu_q_lens, groups=groups)
+    planned = prefix_plan(plan, prefixes)
+    _check_seen(cache, call, arrangement, cu_q_lens)
+    out, lse = run_planned(call, arrangement, plan, implementation)
+    if prefixes is not None:
+        shared = _of_prefixes(cache, call, prefixes, lse, q_len, cu_q_lens, planned, implementation)
+        both, lse = computed(merged, (out, lse), shared)
+        out = both.astype(out.dtype)
+    if sinks is not None:
+        out = with_sinks(out, lse, sinks)
+    return out, lse
 
 
 def in_float(
