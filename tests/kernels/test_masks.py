@@ -15,6 +15,7 @@ from jaxkv_kernels.xla.masked import decode_by_parts, plan_by_parts, reasons_by_
 from support import suites
 from support.available import assume_available
 from support.cases import further
+from support.explained import REQUESTS, explained
 from support.suites.attention.masks import every_third
 
 
@@ -82,29 +83,15 @@ class TestLatents(Parts, suites.DecodeMLAChecks):
     test_intervals = suites.MLAMasks.test_combinations
 
 
-REQUESTS, TOKENS, HEADS = 2, 5, 16
+TOKENS = 5
 TREE = jax.ShapeDtypeStruct((REQUESTS, TOKENS, TOKENS), jnp.bool_)
 RAGGED = {"tree_mask": jax.ShapeDtypeStruct((TOKENS, 3), jnp.bool_)}
 
 
 def reasons(implementation, operation, *, form="bf16", ragged=False, **options):
     """The reasons of an implementation against a call."""
-    shape = jax.ShapeDtypeStruct
     entry = jaxkv.MLAEntry(form) if operation == "decode_mla" else jaxkv.KVEntry(form, head_dim=128)
-    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=8, block_size=64, entry=entry)
-    cache = jaxkv.KVCache(shape((layout.size,), layout.dtype), layout)
-    requests = shape((REQUESTS, 4), jnp.int32), shape((REQUESTS,), jnp.int32)
-    if ragged:
-        options["cu_q_lens"] = shape((REQUESTS + 1,), jnp.int32)
-    if operation == "plan_decode":
-        more = {"total": TOKENS} if ragged else {"q_len": TOKENS}
-        found = jaxkv.explain(jaxkv.plan_decode, cache, *requests, num_heads=HEADS, **more, **options)
-    else:
-        axes = (TOKENS,) if ragged else (REQUESTS, TOKENS)
-        sizes = entry.sizes[:1] if operation == "decode_kv" else entry.sizes
-        queries = [shape((*axes, HEADS, n), jnp.bfloat16) for n in sizes]
-        call = getattr(jaxkv, operation)
-        found = jaxkv.explain(call, *queries, cache, *requests, layer=0, scale=1.0, **options)
+    found = explained(operation, entry, tokens=TOKENS, ragged=ragged, **options)
     assert not found.reasons["xla"] or "batch_invariant" in options
     return found.reasons[implementation]
 
