@@ -5,17 +5,10 @@ from collections.abc import Collection, Iterator, Mapping
 import jax
 
 from jaxkv_kernels.addressing import ROW_LIMIT, Pages
-from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.mosaic_gpu.token_rows import origin_step
 
 BULK = 16
 """Bytes: addresses and sizes of bulk copies are multiples of it."""
-
-
-def apart(pages: Pages, entry: Entry) -> Iterator[str]:
-    """A reason against caches whose keys and values lie apart."""
-    if pages.values is not None:
-        yield f"keys and values of format {entry.format!r} that lie apart: supports values that follow their keys"
 
 
 def steps(pages: Pages, axes: Collection[str]) -> dict[str, int]:

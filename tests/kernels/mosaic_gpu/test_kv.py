@@ -197,6 +197,23 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
         monkeypatch.setattr(self, "value_dim", 64)
         self.case((0, 130), 2, 2, 2, form=form, layout="LBHNC", block_size=16, window=70)
 
+    @pytest.mark.parametrize(
+        ("form", "sizes", "heads", "layout"),
+        [
+            ("fp8", (128, 256), 2, "values with strides of their own"),
+            further("fp8", (64, 64), 2, "keys and values in halves of blocks"),
+            further("int8", (128, 128), 4, "values before keys"),
+            slow("int8", (256, 128), 4, "keys and values in planes"),
+            slow("int8", (64, 64), 4, "keys and values in planes"),
+            further("nvfp4", (256, 128), 2, "values before keys"),
+            slow("nvfp4", (256, 256), 2, "values with strides of their own"),
+        ],
+    )
+    def test_quantised_keys_and_values_that_lie_apart(self, form, sizes, heads, layout, monkeypatch):
+        monkeypatch.setattr(self, "head_dim", sizes[0])
+        monkeypatch.setattr(self, "value_dim", sizes[1])
+        self.case((0, 130), heads, 2, 2, form=form, layout=layout, block_size=16, window=70)
+
     @pytest.mark.parametrize("consumers", [slow(2), 4])
     def test_any_number_of_consumers_computes_the_same(self, consumers, monkeypatch):
         monkeypatch.setattr(self, "value_dim", 128)
