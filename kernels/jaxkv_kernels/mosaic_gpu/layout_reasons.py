@@ -5,10 +5,7 @@ from collections.abc import Collection, Iterator, Mapping
 import jax
 
 from jaxkv_kernels.addressing import ROW_LIMIT, Pages
-from jaxkv_kernels.mosaic_gpu.token_rows import origin_step
-
-BULK = 16
-"""Bytes: addresses and sizes of bulk copies are multiples of it."""
+from jaxkv_kernels.mosaic_gpu.token_rows import ALIGNMENT, origin_step
 
 
 def steps(pages: Pages, axes: Collection[str]) -> dict[str, int]:
@@ -28,8 +25,8 @@ def steps(pages: Pages, axes: Collection[str]) -> dict[str, int]:
 def unaligned(elements: Mapping[str, int], itemsize: int) -> Iterator[str]:
     """Sizes that are not multiples of the unit of bulk copies."""
     for name, count in elements.items():
-        if count * itemsize % BULK:
-            yield f"{name} of {count * itemsize} bytes: supports multiples of {BULK}"
+        if count * itemsize % ALIGNMENT:
+            yield f"{name} of {count * itemsize} bytes: supports multiples of {ALIGNMENT}"
 
 
 def block_sizes(pages: Pages) -> Iterator[str]:

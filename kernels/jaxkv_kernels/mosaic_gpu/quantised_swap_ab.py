@@ -8,7 +8,8 @@ columns.
 
 K and V' are register operands, converted as the bytes of the cache are loaded from shared memory
 (`quantised_tiles.py`).  Shared memory holds no converted entries.  The bytes of a latent are loaded from shared memory
-twice, once for K and once for V.
+twice, once for K and once for V.  Keys and values that lie apart are copied separately, each from a view of its own to
+a part of the stage of its own.
 
 Work.  A CTA of a producer and two to four consumer warpgroups owns a KV head (latents have one) and walks its partition
 of the plan: work tiles, each a range of key tiles of a request.  The consumers take turns at tiles, so that one
@@ -234,7 +235,8 @@ def mla_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
 
 def gqa_reasons(call: DecodeCall | PlanDecode, rows: int, most_rows: int) -> Iterator[str]:
     """Reasons against attending to the keys and values of this call with `rows` query rows per KV head."""
-    # TMA copies whole entries of 64 + 64 values, in multiples of 16 bytes; those of `nvfp4` have 72.
+    # TMA copies whole entries of 64 + 64 values, in multiples of 16 bytes; those of `nvfp4` have 72.  In planes, they
+    # would be padded, but there are no loads of `nvfp4` values for 64 columns.
     narrow = call.entry.sizes == (KEY_GROUP, KEY_GROUP) and call.entry.nbytes % 16 == 0
     if not narrow and not {*call.entry.sizes} <= {128, 256}:
         yield f"{values_of(call.entry)}: supports 128 and 256 of each, if quantised, and 64 + 64 of fp8 and int8"
@@ -244,10 +246,11 @@ def gqa_reasons(call: DecodeCall | PlanDecode, rows: int, most_rows: int) -> Ite
             f"format {call.entry.format!r}"
         )
     yield from block_sizes(call.pages)
-    keys, *values = call.pages.parts
-    if values and isinstance(tiles_of(call.entry, call.pages, interpret=False), RowTiles):
-        keys, *values = (with_heads_in_rows(part, call.buffer.dtype.itemsize)[0] for part in (keys, *values))
-    yield from origins(replace(keys, values=values[0] if values else None), call.buffer)
+    pages = call.pages
+    if pages.values is not None and isinstance(tiles_of(call.entry, pages, interpret=False), RowTiles):
+        keys, values = (with_heads_in_rows(part, call.buffer.dtype.itemsize)[0] for part in pages.parts)
+        pages = replace(keys, values=values)
+    yield from origins(pages, call.buffer)
 
 
 def _scales(call: DecodeMLA | DecodeKV) -> tuple[jax.Array, ...]:

@@ -168,7 +168,7 @@ class Tiles:
         raise NotImplementedError
 
     def operands(self, buffer: jax.Array, pages: Pages) -> list[jax.Array]:
-        """The kernel operands that pages are copied from, one for each of their parts: views of `buffer`, not copies."""
+        """The kernel operands that parts of pages are copied from, one for each part: views of `buffer`, no copies."""
         raise NotImplementedError
 
     def loader(self, refs, table: PageTable, layer, head) -> "PagedKeys | PagedPlanes | EntryPages":
@@ -358,7 +358,7 @@ class LatentTiles(Tiles):
     def loader(self, refs, table: PageTable, layer, head):
         """The loader of the tiles of a layer."""
         del head
-        return EntryPages(*refs, table, layer)
+        return EntryPages(refs[0], table, layer)
 
     def parts(self, raw, stage, full):
         """Returns the only part: whole entries."""
@@ -502,7 +502,7 @@ class KVTiles(Tiles):
         return [token_rows(part, second=bool(i)) for i, part in enumerate(pages.parts)]
 
     def operands(self, buffer: jax.Array, pages) -> list[jax.Array]:
-        """The kernel operands that pages are copied from, one for each of their parts: views of `buffer`, not copies."""
+        """The kernel operands that parts of pages are copied from, one for each part: views of `buffer`, no copies."""
         return [view.of(buffer) for view in self._views(pages)]
 
     def loader(self, refs, table: PageTable, layer, head):
@@ -510,7 +510,7 @@ class KVTiles(Tiles):
         views = self._views(table.pages)
         if self.apart:
             return PagedPlanes(refs, views, table, layer, head)
-        return PagedKeys(*refs, *views, table, layer, head)
+        return PagedKeys(refs[0], views[0], table, layer, head)
 
 
 class HeadTiles(KVTiles):
@@ -574,8 +574,8 @@ class Region(NamedTuple):
     """From a token to the next, in bytes."""
     first: int
     """The byte of a token at which they begin."""
-    scales: int | None
-    """The byte of a token at which their scales begin; None if they have none."""
+    scales: int
+    """The byte of a token at which their scales begin; 0 if they have none."""
 
 
 class RowTiles(KVTiles):
@@ -601,12 +601,12 @@ class RowTiles(KVTiles):
     @property
     def regions(self) -> tuple[Region, Region]:
         """Where keys and values lie."""
-        fields = self.entry.planes if self.apart else (self.entry.fields(),) * 2
-        places = [{field.name: field.offset for field in own} for own in fields]
-        keys, values = (
-            Region(n if self.apart else 0, self._widths[n if self.apart else 0], own[name], own.get(f"{name} scales"))
-            for n, (name, own) in enumerate(zip("KV", places, strict=True))
-        )
+        found = []
+        for n, name in enumerate(self.entry.named_sizes):
+            reference, fields = (n, self.entry.planes[n]) if self.apart else (0, self.entry.fields())
+            first = {field.name: field.offset for field in fields}
+            found.append(Region(reference, self._widths[reference], first[name], first.get(f"{name} scales", 0)))
+        keys, values = found
         return keys, values
 
     def _views(self, pages):

@@ -15,7 +15,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.strided import restride
 TILE_ROWS, TILE_COLUMNS = 8, 64
 """TMA copies whole tiles of the swizzled memory that wgmma reads (16-bit elements)."""
 ALIGNMENT = 16
-"""Bytes: strides of TMA, and the addresses that its coordinates count from, are multiples of it."""
+"""Bytes: addresses and sizes of bulk copies, and origins and strides of views, are multiples of it."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,11 @@ class TokenRows:
 
 
 def with_heads_in_rows(pages: Pages, itemsize: int) -> tuple[Pages, int]:
-    """Pages whose entries are all heads of a token, and the elements from one head to the next.
+    """Pages whose entries are all heads of a token, side by side, and the elements from one head to the next.
 
-    TMA copies from any column of a row on, but rows begin at multiples of 16 bytes.  Entries of other sizes that follow
-    one another, such as int8 keys with their scales, are therefore columns of a row.  Where strides of heads are
-    multiples of 16 bytes, and where heads do not lie within a token's stride, `pages` stay as they are, with 0 elements.
-    Columns are counted in words, the largest elements that the kernels copy.
+    TMA copies columns from any element on, but rows begin at multiples of 16 bytes.  Heads at other strides, such as
+    int8 keys with their scales, are therefore columns of a row if they lie within a token's stride.  If they do not, or
+    need not be columns, `pages` are returned as they are, and 0.  Elements of such rows are words.
     """
     span = (pages.num_heads - 1) * pages.head_stride + pages.width
     step = pages.head_stride * itemsize
