@@ -1,8 +1,8 @@
 """Loaders: where an attention kernel's keys and values come from, and how they reach shared memory.
 
 A schedule chooses the stages and barriers; a loader knows how keys lie in device memory.  Loaders that copy columns of
-pages by TMA have the interface of `Keys`.  `quantised_tiles.py` has one for whole entries, and `gather_keys.py` one
-for slots.
+pages by TMA have the interface of `Keys`.  `quantised_tiles.py` has one for whole entries, and one for keys and values
+that lie apart, and `gather_keys.py` one for slots.
 """
 
 from dataclasses import dataclass

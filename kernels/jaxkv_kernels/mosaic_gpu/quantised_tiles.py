@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import Pages, row_view
+from jaxkv_kernels.addressing import Pages, arrays_of, row_view
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.ptx import conversions, loads, reductions, stores
@@ -503,7 +503,8 @@ class KVTiles(Tiles):
 
     def operands(self, buffer: jax.Array, pages) -> list[jax.Array]:
         """The kernel operands that parts of pages are copied from, one for each part: views of `buffer`, no copies."""
-        return [view.of(buffer) for view in self._views(pages)]
+        views = self._views(pages)
+        return [view.of(array) for view, array in zip(views, arrays_of(buffer, len(views)), strict=True)]
 
     def loader(self, refs, table: PageTable, layer, head):
         """The loader of the tiles of a layer and head."""

@@ -145,7 +145,7 @@ class InterpretedRowTiles(Interpreted, RowTiles):
     """`RowTiles` for the interpreter."""
 
     def operands(self, buffer, pages):
-        """The pages, with zeros at the end of rows."""
+        """The pages, with zeros at the end of rows, past which whole rows of shared memory are copied."""
         found = super().operands(buffer, pages)
         return [jnp.pad(rows, ((0, 0), (0, 0), (0, self._widths[-1] // 4))) for rows in found] if self.apart else found
 
