@@ -85,6 +85,7 @@ def setting(entry=ENTRY, name="BLNHC", heads=HEADS, lengths=LENGTHS):
     [64, 1, 5, 200, 385],
     [FEW_BYTES, 1, 2**28],
     [None, 1, 2, 50, 64, 193, 2**40],
+    default=3,
 )
 def test_query_tokens_chunks_and_windows(tokens, gathered_bytes, window):
     """From one query token to more than the capacity of the tables, and from chunks of one token on."""

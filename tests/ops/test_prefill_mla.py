@@ -101,7 +101,7 @@ def test_equals_the_packed_cache_and_the_truth(entry, name):
         assert_same_bits(actual, expected)
 
 
-@each_value(("tokens", "expanded_bytes"), [64, 1, 5, 200, 385], [1, FEW_BYTES, 2**28])
+@each_value(("tokens", "expanded_bytes"), [64, 1, 5, 200, 385], [1, FEW_BYTES, 2**28], default=3)
 def test_query_tokens_and_chunks(tokens, expanded_bytes):
     """From one query token to more than the capacity of the tables, and from chunks of one token on."""
     scene = scenes.scene(ENTRY, lengths=LENGTHS)
