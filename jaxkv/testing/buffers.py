@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-import jax
+import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
@@ -10,7 +10,7 @@ import jaxkv
 
 def to_cache(layout: jaxkv.CacheLayout, buffer: np.ndarray) -> jaxkv.KVCache:
     """The bytes of a buffer, uint8 [nbytes], as a cache."""
-    return jaxkv.KVCache(jax.device_put(buffer.view(layout.dtype), may_alias=False), layout)
+    return jaxkv.KVCache(jnp.asarray(buffer.view(layout.dtype)), layout)
 
 
 def to_bytes(cache: jaxkv.KVCache) -> np.ndarray:

@@ -32,7 +32,7 @@ def _usual(name):
     return further(name) if name in LONG else name
 
 
-usual_calls = pytest.mark.parametrize("name", map(_usual, calls.ARGUMENTS))
+usual_calls = pytest.mark.parametrize("name", [_usual(name) for name in calls.ARGUMENTS])
 
 
 def test_every_public_function_has_a_call():
