@@ -88,5 +88,5 @@ def full_tables(entry, **sizes):
 
 
 def dtype_of(entry):
-    """The dtype of queries and new values for an entry: its own, or bfloat16 for a quantised one."""
-    return entry.dtype if entry.format in oracle.PLAIN else jnp.dtype("bfloat16")
+    """The dtype of queries and new values for an entry: that of values that are not quantised, or bfloat16."""
+    return entry.input_dtype
