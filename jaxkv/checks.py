@@ -190,7 +190,8 @@ def static_scale(scale: Any) -> float:
 def entry_scale(name: str, scale: Any, cache: KVCache, *, heads: bool = False) -> jax.Array | None:
     """The scale of entries, or of their keys or values, as float32; None for a format without a scale.
 
-    `name` is that of the argument: "v_scale" is for the format of values.  It is a scalar or, with `heads`, also one per head [H], or one per token and head [num_blocks, block_size, H].
+    `name` is that of the argument: "v_scale" is for values, which may have a format of their own.  The scale is a
+    scalar or, with `heads`, also one per head [H], or one per token and head [num_blocks, block_size, H].
     ValueError if a scale is missing, or is passed for a format without one.
     """
     entry, count = cache.layout.entry, cache.layout.num_heads

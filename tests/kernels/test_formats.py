@@ -106,11 +106,10 @@ def without_nan_signs(rows, entry):
 
 
 OF_OTHER_SIZES = map(further, (jaxkv.IndexerEntry("indexer_mxfp4", 64), jaxkv.KVEntry("int4", 8, 256)))
+QUANTISED = [entry for entry in ENTRIES if entry.quantised]
 
 
-@pytest.mark.parametrize(
-    "entry", [*(x for x in ENTRIES if x.quantised), *OF_OTHER_SIZES, *map(further, MIXED)], ids=str
-)
+@pytest.mark.parametrize("entry", [*QUANTISED, *OF_OTHER_SIZES, *map(further, MIXED)], ids=str)
 def test_encoders_write_the_bytes_of_an_independent_encoder(entry):
     values = [rows_of_every_kind(size) for size in entry.sizes]
     scales = [x if scaled else None for x, scaled in zip(np.float32((0.037, 0.5)), entry.scaled, strict=False)]

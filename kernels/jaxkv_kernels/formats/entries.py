@@ -139,9 +139,7 @@ class Entry:
                 first, last = field.offset // dtype.itemsize, (field.offset + field.nbytes) // dtype.itemsize
                 pieces[field.name] = row[..., first:last]
         rows = [
-            jnp.zeros((*shape, field.nbytes // dtype.itemsize), dtype)
-            if field.name == "padding"
-            else pieces[field.name]
+            pieces.get(field.name, jnp.zeros((*shape, field.nbytes // dtype.itemsize), dtype))
             for field in self.fields()
         ]
         return jnp.concatenate(rows, axis=-1)

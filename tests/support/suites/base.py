@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from support import oracle, scenes
+from support import scenes
 from support.cases import each_format
 from support.compare import assert_close, assert_same_bits
 

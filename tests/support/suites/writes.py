@@ -26,11 +26,10 @@ def scales_of(entry, num_heads):
     if isinstance(entry, jaxkv.MLAEntry):
         return {"kv_scale": 0.04}, (0.04, 0.04)
     heads = np.linspace(0.01, 0.05, num_heads, dtype=np.float32)
-    named = zip(("k_scale", "v_scale"), (jnp.asarray(heads), 0.02), entry.scaled, strict=True)
-    arguments = {name: scale for name, scale, scaled in named if scaled}
-    return arguments, tuple(
-        x if scaled else 1.0 for x, scaled in zip((heads[:, None], 0.02), entry.scaled, strict=True)
-    )
+    k_scaled, v_scaled = entry.scaled
+    arguments = {"k_scale": jnp.asarray(heads)} if k_scaled else {}
+    arguments |= {"v_scale": 0.02} if v_scaled else {}
+    return arguments, (heads[:, None] if k_scaled else 1.0, 0.02 if v_scaled else 1.0)
 
 
 class WriteChecks(Suite):
