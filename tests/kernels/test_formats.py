@@ -13,7 +13,7 @@ from support.cases import further
 
 ENTRIES = [kind.typical(name) for kind in (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry) for name in kind.formats]
 MIXED = [scenes.entry_of(jaxkv.KVEntry, label, 64, 32) for label in scenes.MIXED]
-every_entry = pytest.mark.parametrize("entry", [*ENTRIES, *map(further, MIXED)], ids=str)
+every_entry = pytest.mark.parametrize("entry", [*ENTRIES, *map(further, MIXED[:2])], ids=str)
 
 
 @every_entry

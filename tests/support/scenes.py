@@ -36,7 +36,7 @@ MIXED = (
     "f16+fp8_e5m2", "bf16+fp8",
 )  # fmt: skip
 """Labels of entries whose values have another format than their keys: each format is that of keys, and of values."""
-MIXED_ENTRIES = [entry_of(jaxkv.KVEntry, label, 16, 8) for label in MIXED]
+MIXED_ENTRIES = [entry_of(jaxkv.KVEntry, label, 32, 16) for label in MIXED]
 INDEXER_ENTRY = jaxkv.IndexerEntry()
 INDEXER_ENTRIES = [jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.formats]
 
