@@ -36,6 +36,7 @@ class Mosaic:
         "`mask`, a function",  # without intervals
         "`logit_cap` of",  # too large for tanh by way of exp2
         "keys and values of format",  # quantised ones that lie apart
+        "keys of format",  # with values of another
     )
 
 
