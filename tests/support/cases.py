@@ -37,7 +37,7 @@ def on_layouts(entries, *, few=False):
 
     Of entries whose values have another format than their keys, one is a default case, and some are `further`.
 
-    With `few`, most of these are `further`, and bytes on other layouts `slow`.  This is for operations that reach
+    With `few`, formats are `further` and other layouts `slow`, but for some of each.  This is for operations that reach
     entries by other operations alone, and for kernels that are only lowered.
     """
     cases = []
@@ -47,7 +47,7 @@ def on_layouts(entries, *, few=False):
             with_every_format = name in WITH_EVERY_FORMAT
             if few:
                 default = (of_numbers and name in FEW) or (with_every_format and (of_numbers or of_bytes))
-                in_ci = of_numbers or with_every_format
+                in_ci = with_every_format
             else:
                 default = of_numbers or with_every_format
                 in_ci = of_bytes
