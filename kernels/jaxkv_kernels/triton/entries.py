@@ -5,8 +5,7 @@ Plain and e4m3 entries (`store_entries`, `load_entries`), `fp8_ds_mla` entries (
 `load_tiled`) and the bytes of entries (`store_bytes`, `load_bytes`) have a kernel each.  A row is one head of one
 token, and a program processes ROWS consecutive rows.
 
-The functions `write_*` and `gather_*` choose the kernel by the format.  Other entries that the caller scales are taken
-for e4m3.
+The functions `write_*` and `gather_*` choose the kernel by the format.  The bytes of other entries are taken for e4m3.
 
 To store, a program loads slots and values together, encodes, and stores each part at its slot.  No two programs write
 the same bytes, unless a slot is given twice.  To read, it finds the requests of its tokens by binary search and their
