@@ -180,7 +180,7 @@ def ragged_paged_attention(
         `fp8`, saturating), and the scores are multiplied by it.  Rejected by formats without such a dtype.
       k_scale: float or [H], the scale of the stored keys, required by format `fp8` (with float8_e4m3fn keys, the
         default is 1) and rejected by formats without a scale.
-      v_scale: the same for values.
+      v_scale: the same for values and their format.
       use_causal_mask: static bool; if False, a query token sees all tokens of its sequence, or those in its window.
       update_kv_cache: static bool; if False, nothing is stored.  Layers without keys and values of their own, as in
         Gemma 3n, read those of another layer in this way: pass that layer's index as `layer`.

@@ -44,9 +44,10 @@ class Entry:
     """The fields that may be 0."""
 
     def __post_init__(self):
-        for name in self.format_names:
+        for argument, name in zip(("format", "value_format"), self.format_names, strict=False):
             if name not in self.formats:
-                raise ValueError(f"{type(self).__name__} format {name!r}: expected one of {', '.join(self.formats)}")
+                expected = ", ".join(self.formats)
+                raise ValueError(f"{type(self).__name__} {argument} {name!r}: expected one of {expected}")
         for name in (field.name for field in fields(self) if field.type is int):
             size = as_int(getattr(self, name))
             least = 0 if name in self.may_be_empty else 1
