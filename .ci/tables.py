@@ -24,6 +24,7 @@ READMES = (
 )
 ACCURACY = ROOT / "notebooks" / "accuracy" / "entry_formats.json"
 QUERIES = ACCURACY.with_name("query_formats.json")
+MIXED = ACCURACY.with_name("mixed_formats.json")
 
 
 def accuracy_table() -> str:
@@ -53,11 +54,24 @@ def query_table() -> str:
     return "\n".join(lines)
 
 
+def mixed_table() -> str:
+    """A Markdown table of what `notebooks/accuracy/mixed_formats.py` measured: a column per format of values."""
+    rows = {(row["keys"], row["values"]): row for row in json.loads(MIXED.read_text())["rows"]}
+    keys, values = (list(dict.fromkeys(names)) for names in zip(*rows, strict=True))
+    lines = [f"| | {' | '.join(f'values in `{form}`' for form in values)} |", "|---" * (1 + len(values)) + "|"]
+    for form in keys:
+        own = [rows[form, other] for other in values]
+        cells = (f"{row['error_median']:.1e}, {row['error_largest']:.1e}" for row in own)
+        lines.append(f"| keys in `{form}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "matrix": support_matrix,
     "formats": format_table,
     "accuracy": accuracy_table,
     "queries": query_table,
+    "mixed": mixed_table,
     "features": features.table,
 }
 

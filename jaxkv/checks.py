@@ -188,21 +188,25 @@ def static_scale(scale: Any) -> float:
 
 
 def entry_scale(name: str, scale: Any, cache: KVCache, *, heads: bool = False) -> jax.Array | None:
-    """The scale of entries as float32; None for a format without a scale.
+    """The scale of entries, or of their keys or values, as float32; None for a format without a scale.
 
-    It is a scalar or, with `heads`, also one per head [H], or one per token and head [num_blocks, block_size, H].
+    `name` is that of the argument: "v_scale" is for values, which may have a format of their own.  The scale is a
+    scalar or, with `heads`, also one per head [H], or one per token and head [num_blocks, block_size, H].
     ValueError if a scale is missing, or is passed for a format without one.
     """
     entry, count = cache.layout.entry, cache.layout.num_heads
-    if not entry.codec.scaled:
+    part = -1 if name == "v_scale" else 0
+    format, of = entry.format_names[part], {"k_scale": "keys", "v_scale": "values"}
+    stored = of[name] if len(entry.format_names) > 1 else "entries"
+    if not entry.scaled[part]:
         if scale is not None:
             raise ValueError(
-                f"`{name}` is {describe(scale)}: expected None, as entries of format {entry.format!r} have no scale"
+                f"`{name}` is {describe(scale)}: expected None, as {stored} of format {format!r} have no scale"
             )
         return None
     if scale is None:
         raise ValueError(
-            f"`{name}` is None: expected a number, as entries of format {entry.format!r} are stored divided by a scale"
+            f"`{name}` is None: expected a number, as {stored} of format {format!r} are stored divided by a scale"
         )
     shape, pages = getattr(scale, "shape", ()), cache.layout.pages
     tokens = pages.num_blocks, pages.block_size, count

@@ -303,7 +303,7 @@ class _View:
         entry = self.about.entry
         if depth == len(self.axes):
             what = "one entry" if len(self.runs) == 1 else f"one of the {self.runs[0].name}"
-            return f"{what}, {type(entry).__name__} {entry.format}, {self.runs[0].nbytes:,} B"
+            return f"{what}, {type(entry).__name__} {entry.label}, {self.runs[0].nbytes:,} B"
         if self.is_split_page(depth):
             return f"{self.axes[depth].count:,} tokens: {page_contents(entry)}"
         return _note(self.axes[depth], self.span(depth + 1))

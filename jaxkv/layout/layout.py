@@ -368,10 +368,14 @@ class CacheLayout[E: Entry]:
                     f"strides leave the buffer: {many} lie in elements [{begin}, {end}), the buffer has `size` "
                     f"{size} (strides {strides}, counts {self._counts})"
                 )
-        if self.alignment % self.entry.alignment:
+        required = [self.entry.alignment]
+        if self.value_strides is not None:
+            required = [max(field.itemsize for field in fields) for fields in self.entry.planes]
+        planes = (plane for _, plane in self._planes.values())
+        if any(self._alignment_of(plane) % least for plane, least in zip(planes, required, strict=True)):
             places = " and ".join(f"offset {plane.offset}, {strides}" for strides, plane in self._planes.values())
             raise ValueError(
-                f"entries of format {self.entry.format!r} begin at multiples of {self.entry.alignment} bytes; "
+                f"entries of format {self.entry.label!r} begin at multiples of {self.entry.alignment} bytes; "
                 f"{places}, in elements of {self.itemsize} bytes, keep only {self.alignment}"
             )
         if self.entry.split and self.block_size > 1 and self.strides.token != self.width:
@@ -436,9 +440,10 @@ class CacheLayout[E: Entry]:
     @property
     def alignment(self) -> int:
         """The largest power of two, up to 2**20, that divides the address of every entry, in bytes from the start."""
-        steps = [1 << 20]
-        for _, plane in self._planes.values():
-            steps += [plane.offset, *(stride for _, stride in plane.axes.values())]
+        return min(self._alignment_of(plane) for _, plane in self._planes.values())
+
+    def _alignment_of(self, plane: Plane) -> int:
+        steps = [1 << 20, plane.offset, *(stride for _, stride in plane.axes.values())]
         return min((step * self.itemsize) & -(step * self.itemsize) for step in steps if step)
 
     @property

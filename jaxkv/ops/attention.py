@@ -325,7 +325,7 @@ def decode_kv(
       k_scale: float scalar, [H] or [num_blocks, block_size, H], required by format `fp8` and rejected by the others;
         value = stored * k_scale.  The last form has a scale per token and head of this layer, where the token is: a
         token of slot `block * block_size + offset` has k_scale[block, offset].  Only `xla` supports it.
-      v_scale: the same for v; value = stored * v_scale.
+      v_scale: the same for v and the format of values; value = stored * v_scale.
       logit_cap: static float, from 2**-126 to 2**126; scores become cap * tanh(score / cap).  A cap far above all
         scores changes nothing.  GPU kernels support caps up to 64, `xla` all.
       window: static int, the last tokens that a query token sees, or (left, right), as in `decode_mla`.

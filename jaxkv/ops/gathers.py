@@ -93,7 +93,7 @@ def gather_kv(
       seq_starts: int32 [B], the position of the first token of each run; default 0.
       k_scale: float scalar, [H] or [num_blocks, block_size, H], required by format `fp8` and rejected by the others;
         value = stored * k_scale.  The last form is that of `decode_kv`.
-      v_scale: the same for v; value = stored * v_scale.
+      v_scale: the same for v and the format of values; value = stored * v_scale.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -228,7 +228,7 @@ def read_kv(
       dtype: dtype of the result: bfloat16, float16 or float32.
       k_scale: float scalar, [H] or [num_blocks, block_size, H], required by format `fp8` and rejected by the others;
         value = stored * k_scale.  The last form is that of `decode_kv`.
-      v_scale: the same for v; value = stored * v_scale.
+      v_scale: the same for v and the format of values; value = stored * v_scale.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:

@@ -342,7 +342,7 @@ def prefill_kv(
       scale: static number, the softmax scale.
       k_scale: float scalar, [H] or [num_blocks, block_size, H], required by format `fp8` and rejected by the others;
         value = stored * k_scale.  The last form is that of `decode_kv`.
-      v_scale: the same for v; value = stored * v_scale.
+      v_scale: the same for v and the format of values; value = stored * v_scale.
       logit_cap: static float, as in `decode_mla`.
       window: static int, the last tokens that a query token sees, or (left, right), as in `decode_mla`.
       causal: static bool; if False, a query token also sees later tokens, as in `decode_mla`.

@@ -114,7 +114,7 @@ def mla_ragged_paged_attention(
     if q_scale is not None:
         scale = positive_scale("q_scale", q_scale) * scale
     if static_bool("update_kv_cache", update_kv_cache):
-        (kv_c, k_pe), write_scale, k_scale = _stored((new_kv_c, new_k_pe), k_scale, entry)
+        (kv_c, k_pe), write_scale, k_scale = _stored((new_kv_c, new_k_pe), k_scale, entry.format, entry.input_dtype)
         cache_kv = write_mla(
             cache_kv, kv_c, k_pe, slots, layer=layer, kv_scale=write_scale, implementation=implementation
         )  # fmt: skip
@@ -180,7 +180,7 @@ def ragged_paged_attention(
         `fp8`, saturating), and the scores are multiplied by it.  Rejected by formats without such a dtype.
       k_scale: float or [H], the scale of the stored keys, required by format `fp8` (with float8_e4m3fn keys, the
         default is 1) and rejected by formats without a scale.
-      v_scale: the same for values.
+      v_scale: the same for values and their format.
       use_causal_mask: static bool; if False, a query token sees all tokens of its sequence, or those in its window.
       update_kv_cache: static bool; if False, nothing is stored.  Layers without keys and values of their own, as in
         Gemma 3n, read those of another layer in this way: pass that layer's index as `layer`.
@@ -200,8 +200,8 @@ def ragged_paged_attention(
     )
     entry = kv_cache.layout.entry
     if static_bool("update_kv_cache", update_kv_cache):
-        (k,), write_k_scale, k_scale = _stored((keys,), k_scale, entry)
-        (v,), write_v_scale, v_scale = _stored((values,), v_scale, entry)
+        (k,), write_k_scale, k_scale = _stored((keys,), k_scale, entry.format, entry.input_dtype)
+        (v,), write_v_scale, v_scale = _stored((values,), v_scale, entry.format_names[-1], entry.input_dtype)
         kv_cache = write_kv(
             kv_cache, k, v, slots, layer=layer, k_scale=write_k_scale, v_scale=write_v_scale,
             implementation=implementation,
@@ -224,11 +224,14 @@ def _as_dtype(out: jax.Array, dtype) -> jax.Array:
     return out if dtype is None else out.astype(float_dtype("out_dtype", dtype))
 
 
-def _stored(parts: tuple, scale, entry) -> tuple[tuple, Any, Any]:
-    """New values as writes expect them, the scale by which a write divides them, and that of the stored entries."""
-    if entry.format != "fp8" or any(getattr(part, "dtype", None) != FP8 for part in parts):
+def _stored(parts: tuple, scale, format: str, dtype) -> tuple[tuple, Any, Any]:
+    """New values as writes expect them, the scale by which a write divides them, and that of the stored entries.
+
+    `format` is that of the stored values, and `dtype` the entry's `input_dtype`.
+    """
+    if format != "fp8" or any(getattr(part, "dtype", None) != FP8 for part in parts):
         return parts, scale, scale
-    return tuple(part.astype(entry.input_dtype) for part in parts), 1.0, 1.0 if scale is None else scale
+    return tuple(part.astype(dtype) for part in parts), 1.0, 1.0 if scale is None else scale
 
 
 def _rounded(q, scale, entry) -> jax.Array:
@@ -242,7 +245,7 @@ def _rounded(q, scale, entry) -> jax.Array:
     if entry.quantised:
         raise ValueError(
             f"`q_scale` is given: expected None, because queries are rounded to the dtype of the stored keys, and "
-            f"entries of format {entry.format!r} have no float dtype"
+            f"entries of format {entry.label!r} have no float dtype"
         )
     info = jnp.finfo(entry.dtype)
     x = jnp.clip(x, float(info.min), float(info.max))

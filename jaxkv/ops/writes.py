@@ -98,15 +98,15 @@ def write_kv(
 
     Args:
       cache: a cache of `KVEntry`.
-      k: float [T, H, D], after RoPE, or before it if `cos_sin` is passed.  Into format `fp8`, keys and values that are
-        already e4m3 (float8_e4m3fn; in `fp8_e5m2`, float8_e5m2) are stored as they are, without scales.
+      k: float [T, H, D], after RoPE, or before it if `cos_sin` is passed.  If both have format `fp8`, keys and values
+        that are already e4m3 (float8_e4m3fn; in `fp8_e5m2`, float8_e5m2) are stored as they are, without scales.
       v: float [T, H, Dv].
       slot_mapping: int32 [T], as in `write_mla`.
       layer: int, or traced int32 scalar, as in `write_mla`.
       k_scale: float scalar, [H] or [num_blocks, block_size, H], required by format `fp8` for float values, and rejected
         otherwise; stored = value / k_scale.  The last form is that of `decode_kv`: the scales at `slot_mapping` are
         used.
-      v_scale: the same for v; stored = value / v_scale.
+      v_scale: the same for v and the format of values; stored = value / v_scale.
       cos_sin: float32 [T, D], the cosines and then the sines of D / 2 angles per token, by which the pairs of values of
         each head of `k` are rotated, as in `write_mla`.  All D values are rotated; rotate keys of which only some are
         rotary beforehand.  XLA rotates the keys, on GPUs before the kernel that stores them.

@@ -15,7 +15,7 @@ from jaxkv.testing.case import PER_HEAD, PER_TOKEN, SCALES, Case, Index, Shapes
 from jaxkv.testing.indices import FAR, draw_lengths, draw_tables, past_the_limits, reveal
 from jaxkv.testing.layouts import draw_entry_beside, draw_layout, pick
 from jaxkv_kernels.formats.entries import Entry
-from jaxkv_kernels.formats.format import Format
+from jaxkv_kernels.formats.format import FORMATS, Format
 
 INVARIANT, MAX_LOGITS, IN_E4M3 = "batch_invariant", "return_max_logits", "queries in e4m3"
 NUMBERS = "bfloat16", "float16", "float32"
@@ -105,9 +105,8 @@ class DecodeMLA(Queries):
         options = {"scale": pick(rng, 0.03, 0.07, 0.11), "logit_cap": pick(rng, None, None, 2.0, 30.0)}
         options |= {"window": pick(rng, None, None, None, 1, 64, 300, *WINDOWS)}
         options |= {"causal": isinstance(options["window"], int) or pick(rng, True, True, False)}
-        own = str(layout.entry.dtype)
-        dtype = fields["dtype"]
-        if own in NUMBERS:
+        dtype, own = fields["dtype"], str(layout.entry.input_dtype)
+        if any(FORMATS[name].dtype in NUMBERS for name in layout.entry.format_names):
             dtype = jnp.dtype(pick(rng, own, own, "float32"))
         extras = fields["extras"]
         if cls.masked:

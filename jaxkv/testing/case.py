@@ -152,14 +152,15 @@ class Case:
         return self.run(cache, values, draw, layer, "xla")
 
     def _scales(self, rng: np.random.Generator) -> dict[str, np.ndarray]:
-        if not self.layout.entry.codec.scaled:
+        if not any(self.layout.entry.scaled):
             return {}
         if isinstance(self.layout.entry, jaxkv.MLAEntry):
             return {"kv_scale": np.asarray(rng.uniform(0.01, 0.04), np.float32)}
         shape = (self.layout.num_heads,) if PER_HEAD in self.extras else ()
         if PER_TOKEN in self.extras:
             shape = self.layout.num_blocks, self.layout.block_size, self.layout.num_heads
-        return {name: np.asarray(rng.uniform(0.01, 0.04, shape), np.float32) for name in ("k_scale", "v_scale")}
+        names = zip(("k_scale", "v_scale"), self.layout.entry.scaled, strict=True)
+        return {name: np.asarray(rng.uniform(0.01, 0.04, shape), np.float32) for name, scaled in names if scaled}
 
     def __str__(self):
         layout, entry, strides = self.layout, self.layout.entry, self.layout.strides
@@ -173,7 +174,7 @@ class Case:
         if (own := layout.value_strides) is not None:
             values = f", values {own.layer}/{own.block}/{own.head}/{own.token} +{layout.value_offset}"
         return (
-            f"{self.operation} {entry.format} {'+'.join(map(str, entry.sizes))} {self.dtype.name} "
+            f"{self.operation} {entry.label} {'+'.join(map(str, entry.sizes))} {self.dtype.name} "
             f"[{self.requests}, {self.q_len}, {self.heads}] x {self.columns} columns, {self.count}{options}; "
             f"L={layout.num_layers} B={layout.num_blocks} N={layout.block_size} H={layout.num_heads} {layout.order} "
             f"strides {strides.layer}/{strides.block}/{strides.head}/{strides.token} +{layout.offset}{values} "

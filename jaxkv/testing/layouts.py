@@ -49,12 +49,17 @@ STATES = (
 
 
 def draw_entry(rng: np.random.Generator, kinds: Sequence[type[Entry]], sizes=SIZES) -> Entry:
-    """An entry of one of `kinds`, in any of its formats, with one of `sizes` that the format can store."""
+    """An entry of one of `kinds`, in any of its formats, with one of `sizes` that the format can store.
+
+    Some values have another format than their keys.
+    """
     kind = pick(rng, *kinds)
     if kind is jaxkv.StateEntry:
         return pick(rng, *STATES)
-    form = pick(rng, *kind.formats)
-    return pick(rng, *(entry for each in sizes[kind] if (entry := _entry(kind, form, each))))
+    form, values = pick(rng, *kind.formats), {}
+    if kind is jaxkv.KVEntry and not rng.integers(4):
+        values = {"value_format": pick(rng, *kind.formats)}
+    return pick(rng, *(entry for each in sizes[kind] if (entry := _entry(kind, form, each, **values))))
 
 
 def draw_state(rng: np.random.Generator) -> jaxkv.StateEntry:
@@ -72,10 +77,10 @@ def draw_entry_beside(rng: np.random.Generator, first: jaxkv.MLAEntry) -> jaxkv.
     return pick(rng, first, *(x for x in others if isinstance(x, jaxkv.MLAEntry) and x.value_dim == first.value_dim))
 
 
-def _entry(kind: type[Entry], form: str, sizes: tuple[int, ...]) -> Entry | None:
+def _entry(kind: type[Entry], form: str, sizes: tuple[int, ...], **values: str) -> Entry | None:
     """An entry of these sizes; None if the format cannot store them."""
     try:
-        return kind(form, *sizes)
+        return kind(form, *sizes, **values)
     except ValueError:
         return None
 
@@ -124,9 +129,9 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
 
 
 def _keys_may_lie_apart(entry: Entry) -> bool:
-    """Whether the keys and values of an entry may have planes of their own."""
+    """Whether the keys and values of an entry may have planes of their own, without gaps between them."""
     try:
-        return len(entry.planes) == 2
+        return not any(sum(field.nbytes for field in plane) % entry.alignment for plane in entry.planes)
     except ValueError:
         return False
 

@@ -823,6 +823,7 @@ def supports[F: Callable[..., Any]](
     entries: Listed | None = None,
     unsupported_reasons: Callable[[Any], Iterable[str]] = lambda call: (),
     unavailable_reasons: Callable[[], Iterable[str]] = lambda: (),
+    mixed: bool = False,
 ) -> Callable[[F], F]:
     """Declares what a method of `Kernels` supports.
 
@@ -831,12 +832,13 @@ def supports[F: Callable[..., Any]](
         maps.
       unsupported_reasons: yields the reasons against a call whose entries are listed.
       unavailable_reasons: yields the reasons against this machine.
+      mixed: whether keys and values may have different formats, both of them listed.
     """
 
     listed = entries or {}
 
     def reasons_of_call(call: Call[Any]) -> list[str]:
-        unlisted = [reason for entry in call.entries if listed for reason in _unlisted(entry, listed)]
+        unlisted = [reason for entry in call.entries if listed for reason in _unlisted(entry, listed, mixed)]
         return unlisted or list(unsupported_reasons(call))
 
     def declared(method: F) -> F:
@@ -846,14 +848,16 @@ def supports[F: Callable[..., Any]](
     return declared
 
 
-def _unlisted(entry: Entry, listed: Listed) -> Iterator[str]:
+def _unlisted(entry: Entry, listed: Listed, mixed: bool) -> Iterator[str]:
     """A reason against an entry that is not listed."""
-    formats = listed.get(type(entry))
+    formats, names = listed.get(type(entry)), entry.format_names
     if formats is None:
         kinds = ", ".join(kind.__name__ for kind in listed)
         yield f"entries of kind {type(entry).__name__}: supports {kinds}"
-    elif entry.format not in formats:
-        yield f"entries of format {entry.format!r}: supports {', '.join(formats)}"
+    elif unlisted := [name for name in names if name not in formats]:
+        yield f"entries of format {unlisted[0]!r}: supports {', '.join(formats)}"
+    elif len(names) > 1 and not mixed:
+        yield f"keys of format {names[0]!r} with values of format {names[1]!r}: supports the same format for both"
 
 
 def max_logits_reasons(call: DecodeMLASparse) -> Iterator[str]:

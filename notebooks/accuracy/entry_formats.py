@@ -259,7 +259,7 @@ def recorded(family: str) -> tuple[Recorder, tuple[int, ...]]:
 
 def stored(entry, values) -> list[np.ndarray]:
     """Values [S, H, n_i] as they are read from entries."""
-    scales = (jnp.float32(1),) * len(values) if entry.codec.scaled else (None,) * len(values)
+    scales = [jnp.float32(1) if scaled else None for scaled in entry.scaled]
     found = entry.decode(entry.encode([jnp.asarray(x) for x in values], scales), jnp.float32, scales)
     return [*map(np.asarray, found)]
 

@@ -121,7 +121,10 @@ def test_blocks_are_offloaded_and_loaded(tmp_path):
     assert len(list(tmp_path.glob("*/*.block"))) == 3
 
 
-CODE_TABLES = {"README.md": ("matrix",), "kernels/jaxkv_kernels/formats/README.md": ("formats", "accuracy", "queries")}
+CODE_TABLES = {
+    "README.md": ("matrix",),
+    "kernels/jaxkv_kernels/formats/README.md": ("formats", "accuracy", "queries", "mixed"),
+}
 
 
 @pytest.mark.parametrize("name", CODE_TABLES)

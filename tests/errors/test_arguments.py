@@ -525,6 +525,8 @@ def test_implementations(operation, wrong, fragments):
     [
         (lambda: jaxkv.MLAEntry("int4"), ["MLAEntry", "'int4'", "bf16, f16, f32, fp8, fp8_ds_mla"]),
         (lambda: jaxkv.KVEntry("fp8_ds_mla"), ["KVEntry", "'fp8_ds_mla'", "bf16, f16, f32, fp8"]),
+        (lambda: jaxkv.KVEntry("bf16", value_format="fp8_ds_mla"), ["value_format 'fp8_ds_mla'", "bf16, f16"]),
+        (lambda: jaxkv.KVEntry("fp8", value_dim=24, value_format="nvfp4"), ["nvfp4", "'V': 24", "multiples of 16"]),
         (lambda: jaxkv.MLAEntry("bf16", latent=0), ["latent=0", "positive int"]),
         (lambda: jaxkv.MLAEntry("bf16", rope=64.0), ["rope=64.0", "an int of at least 0"]),
         (lambda: jaxkv.MLAEntry("bf16", latent=True), ["latent=True", "positive int"]),

@@ -8,11 +8,12 @@ import pytest
 import jaxkv
 from jaxkv_kernels.formats import FORMATS, Format, register
 from jaxkv_kernels.formats.bits import corrected_quotient
-from support import oracle
+from support import oracle, scenes
 from support.cases import further
 
 ENTRIES = [kind.typical(name) for kind in (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry) for name in kind.formats]
-every_entry = pytest.mark.parametrize("entry", ENTRIES, ids=str)
+MIXED = [scenes.entry_of(jaxkv.KVEntry, label, 64, 32) for label in scenes.MIXED]
+every_entry = pytest.mark.parametrize("entry", [*ENTRIES, *map(further, MIXED[:2])], ids=str)
 
 
 @every_entry
@@ -35,7 +36,7 @@ def test_parts_fill_a_page_without_overlap(entry, block_size):
 @every_entry
 def test_encoded_entries_have_the_parts_of_a_page_of_one_token(entry):
     values = [jnp.zeros((2, size)) for size in entry.sizes]
-    scales = [jnp.float32(1) if entry.codec.scaled else None] * len(values)
+    scales = [jnp.float32(1) if scaled else None for scaled in entry.scaled]
     row = jax.eval_shape(lambda: entry.encode(values, scales))
     assert row.dtype == entry.dtype
     assert row.shape == (2, entry.nbytes // entry.dtype.itemsize)
@@ -105,12 +106,13 @@ def without_nan_signs(rows, entry):
 
 
 OF_OTHER_SIZES = map(further, (jaxkv.IndexerEntry("indexer_mxfp4", 64), jaxkv.KVEntry("int4", 8, 256)))
+QUANTISED = [entry for entry in ENTRIES if entry.quantised]
 
 
-@pytest.mark.parametrize("entry", [*(entry for entry in ENTRIES if entry.quantised), *OF_OTHER_SIZES], ids=str)
+@pytest.mark.parametrize("entry", [*QUANTISED, *OF_OTHER_SIZES, *map(further, MIXED)], ids=str)
 def test_encoders_write_the_bytes_of_an_independent_encoder(entry):
     values = [rows_of_every_kind(size) for size in entry.sizes]
-    scales = (np.float32(0.037), np.float32(0.5)) if entry.codec.scaled else (None, None)
+    scales = [x if scaled else None for x, scaled in zip(np.float32((0.037, 0.5)), entry.scaled, strict=False)]
     found = jax.jit(lambda values: entry.encode(values, [x if x is None else jnp.float32(x) for x in scales]))(values)
     with np.errstate(all="ignore"):
         right = oracle.encode(entry, values, tuple(1.0 if x is None else x for x in scales))

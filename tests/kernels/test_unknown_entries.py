@@ -129,6 +129,22 @@ def test_a_kind_of_entry_that_is_not_listed_is_rejected(candidate, kind):
     assert rejected == listed
 
 
+@pytest.mark.ci
+@each_implementation
+def test_values_in_another_format_than_their_keys_are_rejected_unless_that_is_declared(candidate):
+    """Both formats are listed: kernels that know one format for both must not be called."""
+    found = {}
+    for operation, call in calls():
+        if call.entries and isinstance(call.entry, KVEntry) and call.entry.format == "bf16":
+            entry = replace(call.entry, value_format="f16")
+            found[operation] = candidate.kernels().unsupported_reasons(replace(call, entry=entry))
+    same = "keys of format 'bf16' with values of format 'f16': supports the same format for both"
+    expected = [same] if candidate.name == "mosaic_gpu" else []
+    assert found == dict.fromkeys(
+        ("write_kv", "gather_kv", "read_kv", "plan_decode", "decode_kv", "prefill_kv"), expected
+    )
+
+
 SIZES = {MLAEntry: (32, 16), KVEntry: (32, 16), IndexerEntry: (32,)}
 
 

@@ -65,7 +65,7 @@ def of_packed_cache(entry):
     return prefill(scene, twin, queries(entry, 70, entry.input_dtype), 0, gathered_bytes=FEW_BYTES)
 
 
-@on_layouts(scenes.KV_ENTRIES, few=True)
+@on_layouts([*scenes.KV_ENTRIES, *scenes.MIXED_ENTRIES], few=True)
 def test_equals_the_packed_cache_and_the_truth(entry, name):
     scene = scenes.scene(entry, num_heads=HEADS, lengths=LENGTHS)
     layout = scenes.layouts(entry, num_heads=HEADS)[name]

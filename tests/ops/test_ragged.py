@@ -12,6 +12,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import to_bytes
 from jaxkv_kernels.formats.bits import FP8
+from support import scenes
 from support.cases import further
 from support.compare import assert_close, assert_same_bits
 
@@ -183,7 +184,7 @@ class TestScales:
 
     def heads(self, form, dtype="bfloat16"):
         """An empty cache, and queries, keys and values of 20 tokens; some queries are out of the range of e4m3."""
-        entry, rng = jaxkv.KVEntry(form, head_dim=32), np.random.default_rng(0)
+        entry, rng = scenes.entry_of(jaxkv.KVEntry, form, 32, 32), np.random.default_rng(0)
         layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=8, num_heads=2, entry=entry)
         q, k, v = (jnp.asarray(rng.standard_normal((20, 2, 32)), dtype) for _ in range(3))
         return jaxkv.KVCache.zeros(layout), q.at[3, 0, :5].set(300), k, v
@@ -236,6 +237,25 @@ class TestScales:
         plain = self.heads("bf16")[0]
         with pytest.raises(ValueError, match="`k` has dtype float8_e4m3fn"):
             self.attend(plain, q, *narrow)
+
+    @pytest.mark.ci
+    def test_quantised_keys_beside_values_of_another_format(self):
+        cache, q, k, v = self.heads("fp8+bf16")
+        wide = k.astype(FP8).astype(jnp.bfloat16) * 0.5
+        for x, expected in zip(
+            self.attend(cache, q, k.astype(FP8), v, k_scale=0.5),
+            self.attend(cache, q, wide, v, k_scale=0.5),
+            strict=True,
+        ):
+            assert_same_bits(x, expected)
+        with pytest.raises(ValueError, match="`v` has dtype float8_e4m3fn"):
+            self.attend(cache, q, k.astype(FP8), v.astype(FP8))
+        with pytest.raises(ValueError, match=re.escape("`v_scale` is 0.5: expected None, as values of format 'bf16'")):
+            self.attend(cache, q, k, v, k_scale=0.5, v_scale=0.5)
+        with pytest.raises(
+            ValueError, match=re.escape("`k_scale` is None: expected a number, as keys of format 'fp8'")
+        ):
+            self.attend(cache, q, k, v)
 
     def test_latents(self):
         entry = jaxkv.MLAEntry("fp8", latent=32, rope=8)

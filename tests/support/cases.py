@@ -35,6 +35,8 @@ def on_layouts(entries, *, few=False):
     Each layout with a format of numbers, and each format on one layout, show what depends on a layout or on a format.
     Each layout with a format of bytes is `further`; the other pairs are `slow`.
 
+    Of entries whose values have another format than their keys, one is a default case, and some are `further`.
+
     With `few`, formats are `further` and other layouts `slow`, but for some of each.  This is for operations that reach
     entries by other operations alone, and for kernels that are only lowered.
     """
@@ -51,9 +53,13 @@ def on_layouts(entries, *, few=False):
                 in_ci = of_bytes
             if entry.format in LIKE_OTHERS:
                 default, in_ci = False, default or in_ci
+            if len(entry.format_names) > 1:
+                first = entry.label == scenes.MIXED[0]
+                default = first and with_every_format and not few
+                in_ci = with_every_format and (first if few else entry.label in scenes.MIXED[:3])
             marks = () if default else pytest.mark.ci if in_ci else pytest.mark.slow
             kind = type(entry).__name__.removesuffix("Entry")
-            cases.append(pytest.param(entry, name, id=f"{kind} {entry.format}, {name}", marks=marks))
+            cases.append(pytest.param(entry, name, id=f"{kind} {entry.label}, {name}", marks=marks))
     return pytest.mark.parametrize(("entry", "name"), cases)
 
 
@@ -61,16 +67,18 @@ def _apart():
     """Entries in layouts of `scenes.APART`: each layout with numbers, and formats of bytes in planes of their own."""
     bf16, uneven, fp8 = jaxkv.KVEntry("bf16", 16), jaxkv.KVEntry("bf16", 16, 8), jaxkv.KVEntry("fp8", 16)
     int8, nvfp4 = jaxkv.KVEntry("int8", 16, 8), jaxkv.KVEntry("nvfp4", 32, 16)
+    mixed, rare = scenes.MIXED_ENTRIES[:2]
     chosen = dict(zip(scenes.APART, (bf16, fp8, uneven, int8), strict=True))
-    others = [(entry, name) for name in scenes.APART for entry in (bf16, uneven, fp8, int8, nvfp4)]
+    others = [(entry, name) for name in scenes.APART for entry in (bf16, uneven, fp8, int8, nvfp4, mixed)]
     cases = [(entry, name, ()) for name, entry in chosen.items()]
     cases += [
         (entry, name, pytest.mark.ci if name == "values with strides of their own" else pytest.mark.slow)
         for entry, name in others
         if chosen[name] != entry
     ]
+    cases += [(rare, name, pytest.mark.slow) for name in scenes.APART]
     return [
-        pytest.param(entry, name, id=f"{entry.format} {'+'.join(map(str, entry.sizes))}, {name}", marks=marks)
+        pytest.param(entry, name, id=f"{entry.label} {'+'.join(map(str, entry.sizes))}, {name}", marks=marks)
         for entry, name, marks in cases
     ]
 

@@ -39,6 +39,16 @@ FEATURES = {
             ),
         ),
         Feature(
+            "values in another format than their keys, such as keys in bf16 with values in fp8",
+            "`KVEntry(value_format=)`, on `xla` and `triton`",
+            (
+                XLA + "TestWrites::test_stores_the_encoders_bytes_and_touches_nothing_else",
+                XLA + "TestGathers::test_equals_the_packed_cache_and_the_oracle",
+                XLA + "TestDecodeKV::test_equals_the_packed_cache_and_the_oracle",
+                TRITON + "test_decode.py::TestInterpretedDecodeKV::test_equals_the_packed_cache_and_the_oracle",
+            ),
+        ),
+        Feature(
             "keys and values as two arrays",
             "`from_strides(value_size=)`, on `xla`",
             (

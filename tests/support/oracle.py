@@ -50,11 +50,20 @@ class Truth:
 def encode(entry, parts, scales=(1.0, 1.0)):
     """Parts [..., n_i] to the bytes [..., nbytes] of an entry."""
     parts = [np.asarray(part, np.float32) for part in parts]
-    return np.concatenate([as_bytes(piece) for piece in FORMATS[entry.format].encode(parts, scales)], axis=-1)
+    if len(entry.format_names) == 1:
+        return np.concatenate([as_bytes(piece) for piece in FORMATS[entry.format].encode(parts, scales)], axis=-1)
+    runs = []
+    for own, part, scale in zip(alone(entry), parts, scales, strict=True):
+        row = encode(own, [part], [scale])
+        runs += [row, np.zeros((*row.shape[:-1], -row.shape[-1] % 16), np.uint8)]
+    return np.concatenate(runs, axis=-1)
 
 
 def decode(entry, rows, scales=(1.0, 1.0)):
     """Bytes [..., nbytes] of an entry to its parts, float64 [..., n_i]."""
+    if len(entry.format_names) > 1:
+        runs = [rows[..., plane[0] :] for plane in planes(entry)]
+        return tuple(decode(own, run, [scale])[0] for own, run, scale in zip(alone(entry), runs, scales, strict=True))
 
     def field(first, count, dtype):
         last = first + count * np.dtype(dtype).itemsize
@@ -63,8 +72,33 @@ def decode(entry, rows, scales=(1.0, 1.0)):
     return tuple(FORMATS[entry.format].decode(field, entry.sizes, scales))
 
 
+@dataclass(frozen=True)
+class Alone:
+    """An entry of a key or a value alone, in the format of its own."""
+
+    format: str
+    sizes: tuple[int]
+
+    @property
+    def format_names(self):
+        """One."""
+        return (self.format,)
+
+
+def alone(entry):
+    """The key and the value of an entry in which they have different formats."""
+    return [Alone(name, (size,)) for name, size in zip(entry.format_names, entry.sizes, strict=True)]
+
+
 def planes(entry):
     """Where keys and values lie apart: the bytes of an entry that each stores, in order."""
+    if len(entry.format_names) > 1:
+        first, found = 0, []
+        for own in alone(entry):
+            pieces = [as_bytes(x).size for x in FORMATS[own.format].encode([np.zeros(own.sizes, np.float32)], [1.0])]
+            found.append(first + np.arange(sum(pieces[:2])))  # values and scales; what follows is padding
+            first += sum(pieces) + -sum(pieces) % 16
+        return found
     truth = FORMATS[entry.format]
     pieces = truth.encode([np.zeros((1, size), np.float32) for size in entry.sizes], (1.0, 1.0))
     ends = np.cumsum([as_bytes(piece).shape[-1] for piece in pieces])
@@ -92,7 +126,8 @@ def _fp8(dtype, largest):
         return [np.clip(x, -largest, largest).astype(dtype) for x in quotients]
 
     def decode(field, sizes, scales):
-        return field(0, sizes[0], dtype) * scales[0], field(sizes[0], sizes[1], dtype) * scales[1]
+        firsts = np.cumsum([0, *sizes[:-1]])
+        return [field(first, n, dtype) * scale for first, n, scale in zip(firsts, sizes, scales, strict=False)]
 
     return Truth(encode, decode)
 
@@ -248,13 +283,13 @@ def _encode_int8(parts, scales):
     found = [np.maximum(np.abs(x).max(axis=-1, keepdims=True) / np.float32(127), np.float32(1e-6)) for x in parts]
     with np.errstate(invalid="ignore"):
         values = [np.nan_to_num(np.rint(x / scale)).astype(np.int8) for x, scale in zip(parts, found, strict=True)]
-    padding = np.zeros((*parts[0].shape[:-1], -(sum(x.shape[-1] for x in parts) + 8) % 16), np.uint8)
-    return *values, *found, padding
+    used = sum(x.shape[-1] + 4 for x in parts)
+    return *values, *found, np.zeros((*parts[0].shape[:-1], -used % 16), np.uint8)
 
 
 def _decode_int8(field, sizes, scales):
-    k, v = sizes
-    return field(0, k, np.int8) * field(k + v, 1, np.float32), field(k, v, np.int8) * field(k + v + 4, 1, np.float32)
+    firsts = np.cumsum([0, *sizes])
+    return [field(firsts[i], n, np.int8) * field(firsts[-1] + 4 * i, 1, np.float32) for i, n in enumerate(sizes)]
 
 
 def _encode_nvfp4(parts, scales):
@@ -267,11 +302,11 @@ def _encode_nvfp4(parts, scales):
 
 
 def _decode_nvfp4(field, sizes, scales):
-    k, v = sizes
-    first = (k + v) // 2
-    k_values = from_e2m1(field(0, k // 2, np.uint8), field(first, k // 16, E4M3))
-    v_values = from_e2m1(field(k // 2, v // 2, np.uint8), field(first + k // 16, v // 16, E4M3))
-    return k_values * scales[0], v_values * scales[1]
+    firsts, found = np.cumsum([0, *sizes]), []
+    for first, size, whole in zip(firsts, sizes, scales, strict=False):
+        own = field(firsts[-1] // 2 + first // 16, size // 16, E4M3)
+        found.append(from_e2m1(field(first // 2, size // 2, np.uint8), own) * whole)
+    return found
 
 
 def _encode_indexer_mxfp4(parts, scales):
@@ -332,7 +367,7 @@ def _encode_int4(parts, scales):
         found.append(np.maximum(amax / np.float32(7), np.float32(2.0**-30)))
         code = np.nan_to_num(np.rint(turned / found[-1])).astype(np.int8)
         pairs.append(((code[..., 0::2] % 16) + 16 * (code[..., 1::2] % 16)).astype(np.uint8))
-    used = sum(part.shape[-1] for part in parts) // 2 + 8
+    used = sum(part.shape[-1] // 2 + 4 for part in parts)
     return *pairs, *found, np.zeros((*parts[0].shape[:-1], -used % 16), np.uint8)
 
 

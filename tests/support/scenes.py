@@ -19,20 +19,32 @@ SMALLEST = {"fp8_v41": 64, "fp8_v41_split": 64, "fp4_v41": 32, "fp4_v41_split": 
 """The fewest values of an array, of formats that store values in larger groups than others."""
 
 
-def entry_of(kind, name, *sizes):
-    """The entry of a format with these sizes, or with the smallest that the format can store."""
-    return kind(name, *(max(size, SMALLEST.get(name, 0)) for size in sizes))
+def entry_of(kind, label, *sizes):
+    """The entry of a format with these sizes, or with the smallest that the format can store.
+
+    For values in another format than keys, `label` has both, as `Entry.label`.
+    """
+    name, *values = label.split("+")
+    least = max(SMALLEST.get(each, 0) for each in (name, *values))
+    return kind(name, *(max(size, least) for size in sizes), **({"value_format": values[0]} if values else {}))
 
 
 MLA_ENTRIES = [entry_of(jaxkv.MLAEntry, name, 128, 16) for name in jaxkv.MLAEntry.formats]
 KV_ENTRIES = [entry_of(jaxkv.KVEntry, name, 16, 8) for name in jaxkv.KVEntry.formats]
+MIXED = (
+    "bf16+int8", "int8+nvfp4", "fp8+kvfp4", "fp8_e5m2+int4", "nvfp4+f16", "kvfp4+f32", "int4+fp8", "f32+bf16",
+    "f16+fp8_e5m2", "bf16+fp8",
+)  # fmt: skip
+"""Labels of entries whose values have another format than their keys: each format is that of keys, and of values."""
+MIXED_ENTRIES = [entry_of(jaxkv.KVEntry, label, 32, 16) for label in MIXED]
 INDEXER_ENTRY = jaxkv.IndexerEntry()
 INDEXER_ENTRIES = [jaxkv.IndexerEntry(name) for name in jaxkv.IndexerEntry.formats]
 
 
 def is_split(entry):
     """Whether pages hold some parts of all tokens, then others."""
-    regions = None if isinstance(entry, jaxkv.StateEntry) else oracle.FORMATS[entry.format].page_parts
+    whole = isinstance(entry, jaxkv.StateEntry) or len(entry.format_names) > 1
+    regions = None if whole else oracle.FORMATS[entry.format].page_parts
     return regions is not None and len(regions(entry)) > 1
 
 
@@ -204,7 +216,8 @@ class Scene:
         """Scales as the oracle takes them: [H, 1] where they are per head."""
         if self.scales is None:
             return (1.0, 1.0)
-        return tuple(np.asarray(s, np.float64)[..., None] if np.ndim(s) else float(s) for s in self.scales)
+        scales = [1.0 if scale is None else scale for scale in self.scales]
+        return tuple(np.asarray(s, np.float64)[..., None] if np.ndim(s) else float(s) for s in scales)
 
     def scale_arguments(self):
         """Keyword arguments that bring the scales to an operation."""
@@ -212,7 +225,8 @@ class Scene:
             return {}
         if isinstance(self.entry, jaxkv.MLAEntry):
             return {"kv_scale": float(self.scales[0])}
-        return {name: jnp.asarray(s, jnp.float32) for name, s in zip(("k_scale", "v_scale"), self.scales, strict=True)}
+        named = zip(("k_scale", "v_scale"), self.scales, strict=True)
+        return {name: jnp.asarray(scale, jnp.float32) for name, scale in named if scale is not None}
 
 
 @lru_cache(maxsize=32)
@@ -226,8 +240,9 @@ def scene(entry, *, num_heads=1, block_size=64, lengths=None, num_blocks=BLOCKS,
     blocks = iter(rng.permutation(num_blocks))
     tables = np.full((len(lengths), max(needed) + 2), UNUSED, np.int32)
     scales = None
-    if entry.codec.scaled:
+    if any(entry.scaled):
         scales = (0.03, 0.03) if isinstance(entry, jaxkv.MLAEntry) else (rng.uniform(0.01, 0.04, num_heads), 0.02)
+        scales = tuple(scale if own else None for scale, own in zip(scales, entry.scaled, strict=True))
     values = [rng.standard_normal((num_blocks, num_heads, n, size)).astype(np.float32) for size in entry.sizes]
     draft = Scene(entry, num_heads, n, lengths, tables, np.empty(0), scales, kind)
     spread = tuple(s[:, None] if np.ndim(s) > 1 else s for s in draft.oracle_scales)

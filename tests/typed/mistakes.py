@@ -28,6 +28,8 @@ tables, lengths, slots = jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), j
 MLAEntry("bf61")
 # argument: a format of latents for keys and values
 KVEntry("fp8_ds_mla")
+# argument: a format of latents for values
+KVEntry("bf16", value_format="fp8_ds_mla")
 # argument: a format of latents for an indexer's keys
 IndexerEntry("fp8_v4")
 # argument: a dtype instead of the name of a format

@@ -23,6 +23,7 @@ from jaxkv import (
 latents = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("fp8"), order="LBNHC")
 cache = KVCache.zeros(latents)
 kv_cache = KVCache.zeros(CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=KVEntry("bf16"), num_heads=4))
+mixed = KVCache.zeros(CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=KVEntry("bf16", value_format="fp8")))
 keys = KVCache.zeros(CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=IndexerEntry()))
 state = StateEntry({"ssm": ((4,), "float32")})
 states = KVCache.zeros(CacheLayout(num_layers=2, num_blocks=8, block_size=1, entry=state))
@@ -33,6 +34,7 @@ on_host = np.zeros((2, 4), np.int32), np.ones(2, np.int32)
 
 assert_type(cache, KVCache[MLAEntry])
 assert_type(kv_cache.layout.entry, KVEntry)
+assert_type(mixed, KVCache[KVEntry])
 
 
 def layers(cache: KVCache[MLAEntry], layer: jax.Array) -> KVCache[MLAEntry]:

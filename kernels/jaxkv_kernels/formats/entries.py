@@ -10,6 +10,7 @@ from jax.typing import ArrayLike
 
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.format import FORMATS, SHORT_NAMES, Field, Format, regions_of, together
+from jaxkv_kernels.formats.mixed import Mixed
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.integers import as_int
 
@@ -43,9 +44,11 @@ class Entry:
     """The fields that may be 0."""
 
     def __post_init__(self):
-        if self.format not in self.formats:
-            raise ValueError(f"{type(self).__name__} format {self.format!r}: expected one of {', '.join(self.formats)}")
-        for name in (field.name for field in fields(self) if field.name != "format"):
+        for argument, name in zip(("format", "value_format"), self.format_names, strict=False):
+            if name not in self.formats:
+                expected = ", ".join(self.formats)
+                raise ValueError(f"{type(self).__name__} {argument} {name!r}: expected one of {expected}")
+        for name in (field.name for field in fields(self) if field.type is int):
             size = as_int(getattr(self, name))
             least = 0 if name in self.may_be_empty else 1
             if size is None or size < least:
@@ -75,9 +78,24 @@ class Entry:
         return [type(self).__name__, self.format, *self.sizes]
 
     @property
+    def format_names(self) -> tuple[str, ...]:
+        """The formats of the entry: one, or that of keys and that of values, if these differ."""
+        return (self.format,)
+
+    @property
+    def label(self) -> str:
+        """The formats of the entry in one word, for tables and messages."""
+        return "+".join(self.format_names)
+
+    @property
     def codec(self) -> Format:
-        """The registered format whose name is `format`."""
+        """The registered format whose name is `format`, or for values in another format one made of both."""
         return FORMATS[self.format]
+
+    @property
+    def scaled(self) -> tuple[bool, ...]:
+        """Whether the caller passes a scale, for each array of values."""
+        return (self.codec.scaled,) * len(self.named_sizes)
 
     def fields(self, block_size: int = 1) -> tuple[Field, ...]:
         """The byte map of a page of `block_size` tokens.  With 1, it is that of an encoded entry."""
@@ -121,9 +139,11 @@ class Entry:
             for field in plane:
                 first, last = field.offset // dtype.itemsize, (field.offset + field.nbytes) // dtype.itemsize
                 pieces[field.name] = row[..., first:last]
-        for field in self.fields():
-            pieces.setdefault(field.name, jnp.zeros((*shape, field.nbytes // dtype.itemsize), dtype))
-        return jnp.concatenate([pieces[field.name] for field in self.fields()], axis=-1)
+        rows = [
+            pieces.get(field.name, jnp.zeros((*shape, field.nbytes // dtype.itemsize), dtype))
+            for field in self.fields()
+        ]
+        return jnp.concatenate(rows, axis=-1)
 
     @property
     def dtype(self):
@@ -163,7 +183,7 @@ class Entry:
         Quantised entries have no gradients: differentiating them raises NotImplementedError.
         """
         if self.quantised:
-            reason = f"values that are stored in entries of format {self.format!r}, as {self.dtype}, have no gradients"
+            reason = f"values that are stored in entries of format {self.label!r}, as {self.dtype}, have no gradients"
             advice = "keep them in arrays or in entries of format bf16, f16 or f32"
             values, scales = without_gradients((values, scales), f"{reason}: {advice}")
         return self.codec.encode(values, scales)
@@ -259,18 +279,59 @@ class KVEntry(Entry):
     """A key of `head_dim` values (D), and a value of `value_dim` (Dv, default D).
 
     The value follows the key, unless the layout puts it elsewhere (`value_offset` of `CacheLayout`).
+
+    Values may have a format of their own, `value_format`.  The key is then stored as its format stores a key alone: its
+    values, its scales, and zeros up to a multiple of 16 bytes.  The value follows, stored likewise.  Elements of the
+    buffer are bytes unless both formats have the same dtype.  Operations require `k_scale` and `v_scale` as the format
+    of keys and that of values does: `KVEntry("bf16", value_format="fp8")` has a `v_scale` only.
     """
 
     format: KVFormat
     head_dim: int = 128
     value_dim: int = 0
+    value_format: KVFormat | None = None
+    """None if it is `format`, also where that is passed."""
 
     one_head = False
 
     def __post_init__(self):
         if as_int(self.value_dim) == 0:
             object.__setattr__(self, "value_dim", self.head_dim)
+        if self.value_format == self.format:
+            object.__setattr__(self, "value_format", None)
         super().__post_init__()
+
+    def __repr__(self):
+        values = "" if self.value_format is None else f", value_format={self.value_format!r}"
+        sizes = f"head_dim={self.head_dim!r}, value_dim={self.value_dim!r}"
+        return f"{type(self).__name__}(format={self.format!r}, {sizes}{values})"
+
+    @property
+    def format_names(self):
+        """The format of both, or that of keys and that of values."""
+        return (self.format,) if self.value_format is None else (self.format, self.value_format)
+
+    @property
+    def description(self):
+        """As of other entries, and the format of values if it differs."""
+        return [*super().description, *self.format_names[1:]]
+
+    @property
+    def codec(self):
+        """The registered format, or one made of that of keys and that of values."""
+        return super().codec if self.value_format is None else Mixed(*map(FORMATS.__getitem__, self.format_names))
+
+    @property
+    def input_dtype(self):
+        """That of the values that are not quantised, or bfloat16 if all are."""
+        dtypes = [jnp.dtype(FORMATS[name].dtype) for name in self.format_names]
+        floats = [dtype for dtype in dtypes if jnp.issubdtype(dtype, jnp.floating)]
+        return jnp.result_type(*floats) if floats else super().input_dtype
+
+    @property
+    def scaled(self):
+        """Whether keys have a `k_scale`, and values a `v_scale`."""
+        return tuple(FORMATS[name].scaled for name in (self.format, self.format_names[-1]))
 
     @property
     def named_sizes(self):

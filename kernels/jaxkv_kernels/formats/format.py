@@ -135,8 +135,9 @@ class Format(ABC):
     """How entries are stored.  Only formats and the codecs of GPU kernels depend on the bytes of an entry.
 
     In the methods, `sizes` are the lengths of an entry's arrays of values by name, in order, such as {"latent": 512,
-    "rope": 64}.  `scales` has an element for each of these arrays: a float32 array that broadcasts to the leading axes
-    if the format is `scaled`, otherwise None.
+    "rope": 64}; where keys and values have different formats, {"K": 128} or {"V": 128} alone.  `scales` has an element
+    for each of these arrays: a float32 array that broadcasts to the leading axes if the format is `scaled`, otherwise
+    None.
     """
 
     name: str

@@ -71,9 +71,9 @@ class Int4(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`."""
-        k, v, k_scale, v_scale, *_ = (field.read(row) for field in self.fields(sizes, 1))
+        found = [field.read(row) for field in self.fields(sizes, 1)]
         values = []
-        for pairs, scale in ((k, k_scale), (v, v_scale)):
+        for pairs, scale in zip(found[: len(sizes)], found[len(sizes) : 2 * len(sizes)], strict=True):
             code = jnp.stack([pairs & 15, pairs >> 4], axis=-1).reshape(*pairs.shape[:-1], 2 * pairs.shape[-1])
             signed = (code ^ 8).astype(jnp.float32) - 8
             values.append((_transformed(signed) * scale).astype(dtype))

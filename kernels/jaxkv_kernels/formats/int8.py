@@ -54,5 +54,6 @@ class Int8(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`."""
-        k, v, k_scale, v_scale, *_ = (field.read(row) for field in self.fields(sizes, 1))
-        return [(x.astype(jnp.float32) * scale).astype(dtype) for x, scale in ((k, k_scale), (v, v_scale))]
+        found = [field.read(row) for field in self.fields(sizes, 1)]
+        pairs = zip(found[: len(sizes)], found[len(sizes) : 2 * len(sizes)], strict=True)
+        return [(x.astype(jnp.float32) * scale).astype(dtype) for x, scale in pairs]

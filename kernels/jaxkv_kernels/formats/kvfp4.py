@@ -23,6 +23,8 @@ next to 6 times a power of two; 16-bit values are never that close.  It does not
 Here, a tile with NaN has the scale NaN, and is read as NaN.
 """
 
+from itertools import accumulate
+
 import jax.numpy as jnp
 
 from jaxkv_kernels.formats.bits import largest_magnitude, power_of_two_scale
@@ -67,7 +69,7 @@ class KvFp4(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`, which is exact for bf16."""
-        first, second, *found = (field.read(row) for field in self.fields(sizes, 1))
-        scale = jnp.concatenate([from_e8m0(x) for x in found], axis=-1)
-        values = from_e2m1(jnp.concatenate([first, second], axis=-1), scale).astype(dtype)
-        return jnp.split(values, [2 * first.shape[-1]], axis=-1)
+        found = [field.read(row) for field in self.fields(sizes, 1)]
+        scale = jnp.concatenate([from_e8m0(x) for x in found[len(sizes) :]], axis=-1)
+        values = from_e2m1(jnp.concatenate(found[: len(sizes)], axis=-1), scale).astype(dtype)
+        return jnp.split(values, [*accumulate(sizes.values())][:-1], axis=-1)

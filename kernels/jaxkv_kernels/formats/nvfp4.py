@@ -51,9 +51,9 @@ class Nvfp4(Format):
 
     def decode(self, row, sizes, scales, dtype):
         """Multiplies in float32 and rounds to `dtype`.  With a scale of None, bf16 and float16 values are exact."""
-        k, v, k_scale, v_scale = (field.read(row) for field in self.fields(sizes, 1))
+        found = [field.read(row) for field in self.fields(sizes, 1)]
         values = []
-        for pairs, own, whole in zip((k, v), (k_scale, v_scale), scales, strict=True):
+        for pairs, own, whole in zip(found[: len(sizes)], found[len(sizes) :], scales, strict=True):
             value = from_e2m1(pairs, own.astype(jnp.float32))
             values.append((value if whole is None else value * whole[..., None]).astype(dtype))
         return values

@@ -124,11 +124,14 @@ class EntryLoads:
     With `latents`, an entry is a latent and a rotary key: keys are both parts, and values are the latents or, with
     `rope_in_values`, both parts.  Otherwise, an entry is a key and a value.
 
-    `_attend_kv` of `gqa.py` supports all values of `ways`, `unit` and `per_token`.  `_attend_latents` of `mla.py`
-    supports only `ways` 1, or 2 with the caller's `kv_scale`, and neither a `unit` other than 1 nor `per_token`.
+    `_attend_kv` of `gqa.py` supports all values of `ways`, `units` and `per_token`.  `_attend_latents` of `mla.py`
+    supports only `ways` of 1, or of 2 with the caller's `kv_scale`, and neither `units` other than 1 nor `per_token`.
     """
 
     format: str
+    """That of keys, or of latents."""
+    value_format: str
+    """That of values; the same for latents."""
     latents: bool
     first: int
     """The number of values of the latent, or of the key."""
@@ -137,8 +140,8 @@ class EntryLoads:
     first_columns: int
     """Columns of one load of these values, a power of two.  A latent may take several loads."""
     second_columns: int
-    stored: tl.dtype
-    """The element type in memory; "uint8" for quantised entries."""
+    stored: tuple[tl.dtype, tl.dtype]
+    """The element types of keys and of values in memory; "uint8" for quantised ones."""
     dtype: tl.dtype
     """The type of the operands of products."""
     native: bool
@@ -160,26 +163,31 @@ class EntryLoads:
         return -(-self.first // self.first_columns)
 
     @property
-    def ways(self) -> int:
-        """How many tiles each load gives: column c is in tile c % ways (see `codecs.py`)."""
-        if self.format == "nvfp4":
-            return 4
-        return 2 if self.format == "int8" or (self.latents and self.format == "fp8") else 1
+    def formats(self) -> tuple[str, str]:
+        """Those of keys and of values."""
+        return self.format, self.value_format
 
     @property
-    def unit(self) -> float:
-        """How many times too small the tiles of keys and of values are."""
-        return e2m1_unit(self.dtype) if self.format == "nvfp4" else 1.0
+    def ways(self) -> tuple[int, int]:
+        """How many tiles each load of keys, and of values, gives: column c is in tile c % ways (see `codecs.py`)."""
+        known = {"nvfp4": 4, "int8": 2, "fp8": 2 if self.latents else 1}
+        return known.get(self.format, 1), known.get(self.value_format, 1)
 
     @property
-    def per_token(self) -> bool:
-        """Whether keys and values have a scale per token, by which scores and weights are multiplied."""
-        return self.format == "int8"
+    def units(self) -> tuple[float, float]:
+        """How many times too small the tiles of keys, and of values, are."""
+        first, second = (e2m1_unit(self.dtype) if name == "nvfp4" else 1.0 for name in self.formats)
+        return first, second
+
+    @property
+    def per_token(self) -> tuple[bool, bool]:
+        """Whether keys, and values, have a scale per token, by which scores, and weights, are multiplied."""
+        return self.format == "int8", self.value_format == "int8"
 
     @property
     def value_tiles(self) -> int:
         """The number of tiles that hold the values."""
-        return self.ways * (self.loads if self.latents else 1) + self.rope_in_values
+        return self.ways[1] * (self.loads if self.latents else 1) + self.rope_in_values
 
     @property
     def split(self) -> bool:
@@ -189,7 +197,7 @@ class EntryLoads:
     @property
     def value_columns(self) -> int:
         """Columns of each tile of values."""
-        return (self.first_columns if self.latents else self.second_columns) // self.ways
+        return (self.first_columns if self.latents else self.second_columns) // self.ways[1]
 
 
 @triton.jit
@@ -221,9 +229,10 @@ def load_keys_and_values(buffer, layer, slot, head, known, PAGES: tl.constexpr, 
     """Tiles [n, columns] of the keys and of the values of the entries at `slot` [n] of a head; 0 if not `known`.
 
     Values of `fp8` and `int8` are returned as stored, others multiplied by their own scales.  The third result has the
-    scales [n] of keys and of values if they are `per_token`, otherwise nothing.
+    scales [n] of keys if they are `per_token`, otherwise nothing, and the fourth those of values.
     """
-    factors = ()
+    key_factors = ()
+    value_factors = ()
     entry = token_address(buffer, layer, slot, head, PAGES)
     if LOADS.latents:
         SCALES: tl.constexpr = LOADS.tiled.scales if LOADS.split else PAGES
@@ -237,28 +246,35 @@ def load_keys_and_values(buffer, layer, slot, head, known, PAGES: tl.constexpr, 
         keys = rope + values
         if LOADS.rope_in_values:
             values += rope
-    elif LOADS.format == "nvfp4":
-        keys = load_e2m1(
-            entry, entry + LOADS.scales_at[0], known,
-            LOADS.first, LOADS.first_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
-        )  # fmt: skip
+    else:
+        keys = _part_tiles(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS)
         value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
-        values = load_e2m1(
-            value, value + LOADS.scales_at[1], known,
-            LOADS.second, LOADS.second_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
-        )  # fmt: skip
-    elif LOADS.format == "int8":
-        keys = int8_halves(load_pairs(entry, known, LOADS.first, LOADS.first_columns, LOADS.even), LOADS.dtype)
-        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
-        values = int8_halves(load_pairs(value, known, LOADS.second, LOADS.second_columns, LOADS.even), LOADS.dtype)
+        values = _part_tiles(value, known, 1, LOADS.second, LOADS.second_columns, LOADS)
         key_scale = (entry + LOADS.scales_at[0]).to(tl.pointer_type(tl.float32))
         value_scale = (value + LOADS.scales_at[1]).to(tl.pointer_type(tl.float32))
-        factors += (tl.load(key_scale, mask=known, other=0.0), tl.load(value_scale, mask=known, other=0.0))
+        if LOADS.per_token[0]:
+            key_factors += (tl.load(key_scale, mask=known, other=0.0),)
+        if LOADS.per_token[1]:
+            value_factors += (tl.load(value_scale, mask=known, other=0.0),)
+    return keys, values, key_factors, value_factors
+
+
+@triton.jit
+def _part_tiles(
+    place, known, NUMBER: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, LOADS: tl.constexpr
+):  # fmt: skip
+    """The tiles of the keys (NUMBER 0) or the values (1), SIZE of them, that begin at `place` [n]."""
+    FORMAT: tl.constexpr = LOADS.formats[NUMBER]
+    if FORMAT == "nvfp4":
+        tiles = load_e2m1(
+            place, place + LOADS.scales_at[NUMBER], known,
+            SIZE, COLUMNS, LOADS.units[NUMBER], LOADS.dtype, LOADS.native, LOADS.even,
+        )  # fmt: skip
+    elif FORMAT == "int8":
+        tiles = int8_halves(load_pairs(place, known, SIZE, COLUMNS, LOADS.even), LOADS.dtype)
     else:
-        keys = (_plain_tile(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS),)
-        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
-        values = (_plain_tile(value, known, 0, LOADS.second, LOADS.second_columns, LOADS),)
-    return keys, values, factors
+        tiles = (_plain_tile(place, known, 0, SIZE, COLUMNS, NUMBER, LOADS),)
+    return tiles
 
 
 @triton.jit
@@ -274,10 +290,10 @@ def _latent_tile(entry, scales, known, FIRST: tl.constexpr, LOADS: tl.constexpr)
         found = (widened(load_pieces(entry + FIRST, known, left, COLUMNS), scale, LOADS.dtype, LOADS.native),)
     elif LOADS.tiled is not None:
         found = (_tiled_tile(entry, scales, known, 0, FIRST, COLUMNS, LOADS),)
-    elif LOADS.ways == 2:
+    elif LOADS.ways[0] == 2:
         found = halves(load_pairs(entry + FIRST, known, left, COLUMNS, LOADS.even), LOADS.dtype, LOADS.native)
     else:
-        found = (_plain_tile(entry, known, FIRST, left, COLUMNS, LOADS),)
+        found = (_plain_tile(entry, known, FIRST, left, COLUMNS, 0, LOADS),)
     return found
 
 
@@ -290,11 +306,11 @@ def _rope_tile(entry, scales, known, LOADS: tl.constexpr):
         found = (rounded(load_pieces(ropes, known, LOADS.second, COLUMNS), LOADS.dtype),)
     elif LOADS.tiled is not None:
         found = (_tiled_tile(entry, scales, known, 1, 0, COLUMNS, LOADS),)
-    elif LOADS.ways == 2:
+    elif LOADS.ways[0] == 2:
         pairs = load_pairs(entry + LOADS.first, known, LOADS.second, COLUMNS, LOADS.even)
         found = halves(pairs, LOADS.dtype, LOADS.native)
     else:
-        found = (_plain_tile(entry, known, LOADS.first, LOADS.second, COLUMNS, LOADS),)
+        found = (_plain_tile(entry, known, LOADS.first, LOADS.second, COLUMNS, 0, LOADS),)
     return found
 
 
@@ -309,10 +325,14 @@ def _tiled_tile(
 
 
 @triton.jit
-def _plain_tile(entry, known, FIRST: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, LOADS: tl.constexpr):
-    """SIZE values, from FIRST on, of entries whose elements have type `stored`."""
-    values = load_pieces(entry.to(tl.pointer_type(LOADS.stored)) + FIRST, known, SIZE, COLUMNS)
-    return widened(values, None, LOADS.dtype, LOADS.native) if LOADS.format == "fp8" else rounded(values, LOADS.dtype)
+def _plain_tile(
+    entry, known, FIRST: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, NUMBER: tl.constexpr,
+    LOADS: tl.constexpr,
+):  # fmt: skip
+    """SIZE values, from FIRST on, of entries whose elements have type `stored`[NUMBER]; bytes are e4m3."""
+    STORED: tl.constexpr = LOADS.stored[NUMBER]
+    values = load_pieces(entry.to(tl.pointer_type(STORED)) + FIRST, known, SIZE, COLUMNS)
+    return widened(values, None, LOADS.dtype, LOADS.native) if tl.uint8 == STORED else rounded(values, LOADS.dtype)
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -493,16 +513,16 @@ def attend_tiles(
         slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
         ahead = position + KEYS
         block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
-        k, v, factors = load_keys_and_values(buffer, layer, slot, head, known, PAGES, LOADS)
+        k, v, k_factors, v_factors = load_keys_and_values(buffer, layer, slot, head, known, PAGES, LOADS)
         score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
-        if LOADS.per_token:
-            score *= factors[0][None, :]
+        if LOADS.per_token[0]:
+            score *= k_factors[0][None, :]
         visible = _visible(known, position, kv_end, Q_LEN, WINDOW, AHEAD)
         score = tl.where(visible, cap_scores(score * scale, CAP, LOADS.dtype), MASKED)
         weight, rescale, row_max = update_max(score, row_max, LOADS.dtype)
         row_sum = update_sum(row_sum, rescale, weight)
-        if LOADS.per_token:
-            weight *= factors[1][None, :]
+        if LOADS.per_token[1]:
+            weight *= v_factors[0][None, :]
         weight = rounded(weight, LOADS.dtype)
         sums = ()
         for i in tl.static_range(len(v)):

@@ -5,8 +5,7 @@ Plain and e4m3 entries (`store_entries`, `load_entries`), `fp8_ds_mla` entries (
 `load_tiled`) and the bytes of entries (`store_bytes`, `load_bytes`) have a kernel each.  A row is one head of one
 token, and a program processes ROWS consecutive rows.
 
-The functions `write_*` and `gather_*` choose the kernel by the format.  Other entries that the caller scales are taken
-for e4m3.
+The functions `write_*` and `gather_*` choose the kernel by the format.  The bytes of other entries are taken for e4m3.
 
 To store, a program loads slots and values together, encodes, and stores each part at its slot.  No two programs write
 the same bytes, unless a slot is given twice.  To read, it finds the requests of its tokens by binary search and their
@@ -41,6 +40,7 @@ from jaxkv_kernels.calls import (
 from jaxkv_kernels.formats import indexer_fp8
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.formats.format import FORMATS
 from jaxkv_kernels.formats.latents import fp8_ds_mla
 from jaxkv_kernels.formats.scales import RULES
 from jaxkv_kernels.triton.arithmetic import as_float32, rounded
@@ -73,6 +73,13 @@ def write_unsupported_reasons(call: WriteCall | GatherCall | ReadCall) -> Iterat
     for size in call.entry.sizes:
         if size > TILE_LIMIT:
             yield f"part of {size} values: supports at most {TILE_LIMIT}, which is what a tile may have in Triton"
+
+
+def kv_write_unsupported_reasons(call: WriteKV) -> Iterator[str]:
+    """Reasons against a call that stores keys and values."""
+    yield from write_unsupported_reasons(call)
+    if call.pages.values is None and any(field.name == "padding" for field in call.entry.fields()):
+        yield f"zeros after keys or values: supports multiples of 16 bytes of each in entries of {call.entry.label!r}"
 
 
 def gather_unsupported_reasons(call: GatherCall | ReadCall) -> Iterator[str]:
@@ -163,8 +170,17 @@ def gather_entries(call: GatherEntries) -> jax.Array:
 def second_at(entry: Entry, pages: Pages, itemsize: int) -> int | None:
     """Bytes from the start of an entry to its second part; None if this has strides of its own."""
     if pages.values is None:
-        return entry.fields()[0].nbytes
+        at = {field.name: field.offset for field in entry.fields()}
+        return at["V"] if len(entry.format_names) > 1 else entry.fields()[0].nbytes
     return None if pages.value_distance is None else pages.value_distance * itemsize
+
+
+def stored_types(entry: Entry) -> tuple[tl.dtype, tl.dtype]:
+    """The element types of both parts of an entry in memory."""
+    first, *others = entry.format_names
+    if not others:
+        return (element_type(entry.dtype),) * 2
+    return element_type(FORMATS[first].dtype), element_type(FORMATS[others[0]].dtype)
 
 
 def two_parts(call: WriteCall | GatherCall, rows: int, scales) -> tuple[list[jax.Array], dict[str, Any]]:
@@ -174,12 +190,13 @@ def two_parts(call: WriteCall | GatherCall, rows: int, scales) -> tuple[list[jax
     """
     entry, itemsize = call.entry, call.buffer.dtype.itemsize
     sizes, second = (*entry.sizes, 0)[:2], second_at(entry, call.pages, itemsize)
-    scales = [jnp.reshape(scale, (-1,)) for scale in scales] if entry.codec.scaled else [jnp.ones(1)] * 2
+    scales = [jnp.ones(1) if scale is None else jnp.reshape(scale, (-1,)) for scale in scales]
     return scales, {
         "PAGES": in_bytes(call.pages, itemsize),
         "SIZES": sizes,
         "SECOND": None if second is None else second // entry.dtype.itemsize,
         "DTYPE": element_type(entry.dtype),
+        "TYPES": stored_types(entry),
         "SCALE_STEPS": tuple(int(scale.size > 1) for scale in scales) if entry.codec.scaled else None,
         "COUNT": rows,
         "NATIVE": has_e4m3(),
@@ -212,8 +229,8 @@ def store_entries(call: WriteCall, parts, scales=(None, None), cos_sin=None, int
 @triton.jit
 def _store_entries(
     first, second, cos_sin, first_scale, second_scale, slots, layers, buffer,
-    PAGES: tl.constexpr, SIZES: tl.constexpr, SECOND: tl.constexpr, DTYPE: tl.constexpr, SCALE_STEPS: tl.constexpr,
-    COUNT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+    PAGES: tl.constexpr, SIZES: tl.constexpr, SECOND: tl.constexpr, DTYPE: tl.constexpr, TYPES: tl.constexpr,
+    SCALE_STEPS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -225,19 +242,18 @@ def _store_entries(
     tile = load_rows(first, row, COUNT, SIZES[0], COLUMNS[0])
     other = load_rotated(second, cos_sin, row, COUNT, SIZES[1], COLUMNS[1], PAIRS)
     place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
-    if SCALE_STEPS is None:
-        tile, other = rounded(tile, DTYPE), rounded(other, DTYPE)
-    else:
-        tile, other = _quantised(tile, scales[0], NATIVE), _quantised(other, scales[1], NATIVE)
-    store_pieces(place, tile, keep, SIZES[0], COLUMNS[0])
+    tile, other = _stored(tile, scales, 0, TYPES, NATIVE), _stored(other, scales, 1, TYPES, NATIVE)
+    store_pieces(place.to(tl.pointer_type(TYPES[0])), tile, keep, SIZES[0], COLUMNS[0])
     other_place = second_part(place, buffer, layer, slot, head, PAGES, SECOND)
-    store_pieces(other_place, other, keep, SIZES[1], COLUMNS[1])
+    store_pieces(other_place.to(tl.pointer_type(TYPES[1])), other, keep, SIZES[1], COLUMNS[1])
 
 
 @triton.jit
-def _quantised(tile, scale, NATIVE: tl.constexpr):
-    """The bytes of a tile [n, columns] divided by `scale` [n]."""
-    return to_e4m3(quotient(as_float32(tile), scale[:, None]), NATIVE)
+def _stored(tile, scales, NUMBER: tl.constexpr, TYPES: tl.constexpr, NATIVE: tl.constexpr):
+    """A tile [n, columns] as elements of TYPES[NUMBER]: rounded, or divided by `scales`[NUMBER] [n] to e4m3 bytes."""
+    if TYPES[NUMBER] == tl.uint8:
+        return to_e4m3(quotient(as_float32(tile), scales[NUMBER][:, None]), NATIVE)
+    return rounded(tile, TYPES[NUMBER])
 
 
 def pairs(cos_sin, interleaved: bool) -> str | None:
@@ -467,8 +483,9 @@ def load_entries(call: GatherMLA | GatherKV | GatherIndexerK, scales=(None, None
 @triton.jit
 def _load_entries(
     buffer, first_scale, second_scale, tables, sums, starts, layers, first, second,
-    PAGES: tl.constexpr, SIZES: tl.constexpr, SECOND: tl.constexpr, DTYPE: tl.constexpr, SCALE_STEPS: tl.constexpr,
-    RUNS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PAGES: tl.constexpr, SIZES: tl.constexpr, SECOND: tl.constexpr, DTYPE: tl.constexpr, TYPES: tl.constexpr,
+    SCALE_STEPS: tl.constexpr, RUNS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     head = row % PAGES.num_heads
@@ -476,11 +493,12 @@ def _load_entries(
     scales = load_scales(first_scale, second_scale, head, SCALE_STEPS)
     slot, known = ragged_slots(row // PAGES.num_heads, tables, sums, starts, layer, RUNS, PAGES)
     place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
-    tile = load_pieces(place, known, SIZES[0], COLUMNS[0])
+    tile = load_pieces(place.to(tl.pointer_type(TYPES[0])), known, SIZES[0], COLUMNS[0])
     other_place = second_part(place, buffer, layer, slot, head, PAGES, SECOND)
-    other = load_pieces(other_place, known, SIZES[1], COLUMNS[1])
-    if SCALE_STEPS is not None:
+    other = load_pieces(other_place.to(tl.pointer_type(TYPES[1])), known, SIZES[1], COLUMNS[1])
+    if TYPES[0] == tl.uint8:
         tile = from_e4m3(tile, NATIVE) * scales[0][:, None]
+    if TYPES[1] == tl.uint8:
         other = from_e4m3(other, NATIVE) * scales[1][:, None]
     store_rows(first, row, rounded(tile, first.dtype.element_ty), COUNT, SIZES[0], COLUMNS[0])
     store_rows(second, row, rounded(other, second.dtype.element_ty), COUNT, SIZES[1], COLUMNS[1])

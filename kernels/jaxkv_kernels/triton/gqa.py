@@ -32,7 +32,7 @@ from jaxkv_kernels.triton.attention import (
     store_results,
 )
 from jaxkv_kernels.triton.codecs import has_e4m3
-from jaxkv_kernels.triton.entries import second_at
+from jaxkv_kernels.triton.entries import second_at, stored_types
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import capability, element_type, launch
 from jaxkv_kernels.triton.splits import Plan, combine, last_ends, plan_requests
@@ -72,7 +72,7 @@ def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
         return KVConfig(rows=16, keys=16, warps=8 if widest > 256 else 4, stages=1, programs_per_sm=2)
     if widest > 256:
         return KVConfig(rows=padded_rows(rows, 32), keys=16, warps=8, stages=2, programs_per_sm=2)
-    if entry.format in ("int8", "nvfp4") and rows <= 16 and widest <= 128:
+    if {*entry.format_names} <= {"int8", "nvfp4"} and rows <= 16 and widest <= 128:
         stages = 3 if capability() in (80, 86, 90) else 1
         return KVConfig(rows=16, keys=128, warps=4, stages=stages, programs_per_sm=2, split_multiple=128)
     keys = 32 if widest > 128 else 64
@@ -93,7 +93,7 @@ def unsupported_reasons(call: DecodeKV) -> Iterator[str]:
 
 def entry_reasons(entry: KVEntry, dtype) -> Iterator[str]:
     """Reasons against entries of this format and these sizes, with queries of `dtype`."""
-    if entry.format == "int8" and dtype == "float16":
+    if entry.format_names[-1] == "int8" and dtype == "float16":
         # Weights are multiplied by the scales of values, which may be too small for float16.
         yield "`q` of float16: supports bfloat16 and float32 with entries of format 'int8'"
     if max(entry.sizes) > HEAD_DIM:
@@ -136,7 +136,7 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
             jax.ShapeDtypeStruct(split_shape, jnp.float32),
         ),
         grid=(work_tiles * row_tiles,), warps=config.warps, stages=config.stages,
-        PAGES=in_memory, LOADS=loads, SCALED=entry.codec.scaled,
+        PAGES=in_memory, LOADS=loads, SCALED=entry.scaled,
         SCALE_STEPS=tuple(int(x.size > 1) for x in scales), TABLE=call.block_tables.shape[1], Q_LEN=q_len, HEADS=heads,
         ROW_TILES=row_tiles, CAP=call.logit_cap, WINDOW=call.window, AHEAD=call.ahead,
         TRAILING=call.trailing is not None, CONFIG=config,
@@ -147,15 +147,16 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
 
 
 def _loads(entry, in_memory, dtype) -> EntryLoads:
-    least = {"nvfp4": 64, "int8": 32}.get(entry.format, 16)  # columns of the smallest product, 16, of each tile
     first, second = entry.sizes
+    keys, values = entry.format_names[0], entry.format_names[-1]
+    least = [{"nvfp4": 64, "int8": 32}.get(name, 16) for name in (keys, values)]  # 16, the least of a product, per tile
     steps = []
     for part in in_memory.parts:
         steps += [part.offset, part.layer_stride, part.block_stride, part.head_stride, part.token_stride]
     return EntryLoads(
-        format=entry.format, latents=False, first=first, second=second,
-        first_columns=max(least, next_power_of_two(first)), second_columns=max(least, next_power_of_two(second)),
-        stored=element_type(entry.dtype), dtype=dtype, native=has_e4m3(),
+        format=keys, value_format=values, latents=False, first=first, second=second,
+        first_columns=max(least[0], next_power_of_two(first)), second_columns=max(least[1], next_power_of_two(second)),
+        stored=stored_types(entry), dtype=dtype, native=has_e4m3(),
         even=not any(n % 2 for n in (*steps, *entry.sizes)),
         second_at=second_at(entry, in_memory, 1), scales_at=_scales_at(entry, apart=in_memory.values is not None),
     )  # fmt: skip
@@ -186,16 +187,16 @@ def _attend_kv(
     begin, end, is_split = load_range(work_tiles, index)
     head, token, line, live = query_rows(tl.program_id(0) % ROW_TILES, PAGES.num_heads, Q_LEN, HEADS, CONFIG.rows)
     query = q + (request.to(tl.int64) * ALL + line) * LOADS.first
-    queries = split_columns(load_pieces(query, live, LOADS.first, LOADS.first_columns), LOADS.ways)
-    scale = tl.load(scales) * LOADS.unit
-    if SCALED:
+    queries = split_columns(load_pieces(query, live, LOADS.first, LOADS.first_columns), LOADS.ways[0])
+    scale = tl.load(scales) * LOADS.units[0]
+    if SCALED[0]:
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
     acc, row_max, row_sum = attend_tiles(
         queries, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
         PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, False,
     )  # fmt: skip
-    result = join_columns(acc, LOADS.ways) * LOADS.unit
-    if SCALED:
+    result = join_columns(acc, LOADS.ways[1]) * LOADS.units[1]
+    if SCALED[1]:
         result *= tl.load(v_scales + head * SCALE_STEPS[1])
     store_results(
         (result,), row_max, row_sum, out, lse, split_out, split_lse, scales, index, request, is_split, line, live,

@@ -44,7 +44,7 @@ class Triton(Kernels):
     def write_mla(self, call: calls.WriteMLA) -> jax.Array:
         return entries.write_mla(call)
 
-    @supports(_KV, entries.write_unsupported_reasons, _unavailable_reasons)
+    @supports(_KV, entries.kv_write_unsupported_reasons, _unavailable_reasons, mixed=True)
     def write_kv(self, call: calls.WriteKV) -> jax.Array:
         return entries.write_kv(call)
 
@@ -56,7 +56,7 @@ class Triton(Kernels):
     def gather_mla(self, call: calls.GatherMLA) -> tuple[jax.Array, jax.Array]:
         return entries.gather_mla(call)
 
-    @supports(_KV, entries.gather_unsupported_reasons, _unavailable_reasons)
+    @supports(_KV, entries.gather_unsupported_reasons, _unavailable_reasons, mixed=True)
     def gather_kv(self, call: calls.GatherKV) -> tuple[jax.Array, jax.Array]:
         return entries.gather_kv(call)
 
@@ -76,7 +76,7 @@ class Triton(Kernels):
     def read_mla(self, call: calls.ReadMLA) -> tuple[jax.Array, jax.Array]:
         return self.gather_mla(call.gather())
 
-    @supports(_KV, entries.read_unsupported_reasons, _unavailable_reasons)
+    @supports(_KV, entries.read_unsupported_reasons, _unavailable_reasons, mixed=True)
     def read_kv(self, call: calls.ReadKV) -> tuple[jax.Array, jax.Array]:
         return self.gather_kv(call.gather())
 
@@ -84,7 +84,12 @@ class Triton(Kernels):
     def read_indexer_k(self, call: calls.ReadIndexerK) -> jax.Array:
         return self.gather_indexer_k(call.gather())
 
-    @supports({**_MLA, **_ATTENDED_KV}, reasons_by_parts(plan_decode.unsupported_reasons), _unavailable_reasons)
+    @supports(
+        {**_MLA, **_ATTENDED_KV},
+        reasons_by_parts(plan_decode.unsupported_reasons),
+        _unavailable_reasons,
+        mixed=True,
+    )
     def plan_decode(self, call: calls.PlanDecode) -> Plan | tuple[Plan, ...]:
         return plan_by_parts(call, plan_decode.plan_decode)
 
@@ -92,7 +97,7 @@ class Triton(Kernels):
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
         return decode_by_parts(call, mla.decode_mla)
 
-    @supports(_ATTENDED_KV, reasons_by_parts(gqa.unsupported_reasons), _unavailable_reasons)
+    @supports(_ATTENDED_KV, reasons_by_parts(gqa.unsupported_reasons), _unavailable_reasons, mixed=True)
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
         return decode_by_parts(call, gqa.decode_kv)
 
@@ -105,7 +110,7 @@ class Triton(Kernels):
     def prefill_mla(self, call: calls.PrefillMLA) -> tuple[jax.Array, jax.Array]:
         return prefill.prefill_mla(call, entries.gather_mla)
 
-    @supports(_KV, entries.gather_unsupported_reasons, _unavailable_reasons)
+    @supports(_KV, entries.gather_unsupported_reasons, _unavailable_reasons, mixed=True)
     def prefill_kv(self, call: calls.PrefillKV) -> tuple[jax.Array, jax.Array]:
         return prefill.prefill_kv(call, entries.gather_kv)
 

@@ -285,10 +285,10 @@ def _loads(entry, in_memory, columns, dtype) -> EntryLoads:
     steps = (in_memory.offset, in_memory.layer_stride, in_memory.block_stride, in_memory.token_stride)
     operands = jnp.float16 if entry.codec.scaled and dtype != jnp.float32 else dtype
     return EntryLoads(
-        format=entry.format, latents=True, first=latent, second=rope,
+        format=entry.format, value_format=entry.format, latents=True, first=latent, second=rope,
         first_columns=min(columns, max(least, next_power_of_two(latent))),
         second_columns=COLUMNS if summed else max(least, next_power_of_two(rope)),
-        stored=element_type(entry.dtype), dtype=element_type(operands), native=has_e4m3(),
+        stored=(element_type(entry.dtype),) * 2, dtype=element_type(operands), native=has_e4m3(),
         even=not any(n % 2 for n in (*steps, *entry.sizes)), tiled=tiled, rope_in_values=summed,
     )  # fmt: skip
 
@@ -345,18 +345,18 @@ def _attend_latents(
         q += (load_pieces(q_latent + query * LATENT + i * COLUMNS, live, LATENT - i * COLUMNS, COLUMNS),)
     q_rope = (load_pieces(q_pe + query * ROPE, live, ROPE, LOADS.second_columns),)
     scale = tl.load(scales)
-    if LOADS.ways == 2:
+    if LOADS.ways[0] == 2:
         divisor = _power_of_two_per_row(q + q_rope)
         scale *= tl.load(kv_scales) * divisor[:, None]
         q, q_rope = _split_into_pairs(q, divisor, LOADS.dtype), _split_into_pairs(q_rope, divisor, LOADS.dtype)
 
     # With few rows, enough registers are left for a row sum per column.
-    SUM_PER_COLUMN: tl.constexpr = LOADS.ways == 2 and LOADS.native and CONFIG.rows < 64
+    SUM_PER_COLUMN: tl.constexpr = LOADS.ways[0] == 2 and LOADS.native and CONFIG.rows < 64
     acc, row_max, row_sum = attend_tiles(
         q_rope + q, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
         PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, SUM_PER_COLUMN,
     )  # fmt: skip
-    if LOADS.ways == 2:
+    if LOADS.ways[0] == 2:
         acc = _join_pairs(acc, tl.load(kv_scales))
     store_results(
         acc, row_max, row_sum, out, lse, split_out, split_lse, sinks, index, request, is_split, line, live,

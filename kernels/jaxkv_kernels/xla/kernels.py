@@ -36,7 +36,7 @@ class XLA(Kernels):
     def write_mla(self, call: calls.WriteMLA) -> jax.Array:
         return entries.write_mla(call)
 
-    @supports(_KV)
+    @supports(_KV, mixed=True)
     def write_kv(self, call: calls.WriteKV) -> jax.Array:
         return entries.write_kv(call)
 
@@ -52,7 +52,7 @@ class XLA(Kernels):
     def gather_mla(self, call: calls.GatherMLA) -> tuple[jax.Array, jax.Array]:
         return entries.gather_mla(call)
 
-    @supports(_KV)
+    @supports(_KV, mixed=True)
     def gather_kv(self, call: calls.GatherKV) -> tuple[jax.Array, jax.Array]:
         return entries.gather_kv(call)
 
@@ -68,7 +68,7 @@ class XLA(Kernels):
     def read_mla(self, call: calls.ReadMLA) -> tuple[jax.Array, jax.Array]:
         return entries.read_mla(call)
 
-    @supports(_KV)
+    @supports(_KV, mixed=True)
     def read_kv(self, call: calls.ReadKV) -> tuple[jax.Array, jax.Array]:
         return entries.read_kv(call)
 
@@ -76,7 +76,7 @@ class XLA(Kernels):
     def read_indexer_k(self, call: calls.ReadIndexerK) -> jax.Array:
         return entries.read_indexer_k(call)
 
-    @supports({**_MLA, **_KV}, _batch_invariant_reasons)
+    @supports({**_MLA, **_KV}, _batch_invariant_reasons, mixed=True)
     def plan_decode(self, call: calls.PlanDecode) -> None:
         return None  # attention processes all requests together: there is nothing to plan
 
@@ -84,7 +84,7 @@ class XLA(Kernels):
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
         return attention.decode_mla(call)
 
-    @supports(_KV)
+    @supports(_KV, mixed=True)
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
         return attention.decode_kv(call)
 
@@ -96,7 +96,7 @@ class XLA(Kernels):
     def prefill_mla(self, call: calls.PrefillMLA) -> tuple[jax.Array, jax.Array]:
         return prefill.prefill_mla(call, entries.gather_mla)
 
-    @supports(_KV)
+    @supports(_KV, mixed=True)
     def prefill_kv(self, call: calls.PrefillKV) -> tuple[jax.Array, jax.Array]:
         return prefill.prefill_kv(call, entries.gather_kv)
 

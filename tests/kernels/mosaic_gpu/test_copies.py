@@ -46,6 +46,7 @@ class TestWrites(Mosaic, suites.Writes, suites.RotatedWrites, suites.WritesInSca
 
     gaps = (
         "entries of format",
+        "keys of format",  # with values of another
         "part of",  # values that are none, or not multiples of 8
         "keys and values of format 'fp8' that lie apart",
         "entries at multiples of 2 bytes",  # of nvfp4 that lie apart, at odd places

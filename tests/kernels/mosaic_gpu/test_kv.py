@@ -40,6 +40,7 @@ class Mosaic:
         "blocks of",  # TMA tiles are of whole 16-token pages
         "`mask`, a function",  # without intervals
         "`logit_cap` of",  # too large for tanh by way of exp2
+        "keys of format",  # with values of another
     )
 
 

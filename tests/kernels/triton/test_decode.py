@@ -251,3 +251,27 @@ def test_pairs_compile_at_the_sizes_of_models(form, sizes, sharing, tokens, opti
     attend, combine = builds(capability, jaxkv.decode_kv, q, cache, *REQUESTS, layer=0, scale=1.0, **options)
     assert max(attend.shared, combine.shared) <= SHARED[capability] * 1024
     assert attend.stack <= SPILLED, attend.registers
+
+
+@compiles
+@on_generations(
+    "form, options",
+    [
+        ("bf16+fp8", {"v_scale": 1.0}),
+        ("bf16+int8", {}),
+        ("bf16+nvfp4", {"v_scale": 1.0}),
+        ("fp8+nvfp4", {"k_scale": 1.0, "v_scale": 1.0}),
+        ("int8+bf16", {}),
+    ],
+    1,
+)
+def test_pairs_in_different_formats_compile(form, options, capability):
+    entry = suites.scenes.entry_of(jaxkv.KVEntry, form, 128, 128)
+    cache, q, options = cache_of(entry, 8), array("bfloat16", 64, 1, 64, 128), {"layer": 0, **options}
+    built = builds(capability, jaxkv.decode_kv, q, cache, *REQUESTS, scale=1.0, **options)
+    if form == "bf16+fp8":
+        new = [array("bfloat16", 64, 8, size) for size in entry.sizes]
+        built += builds(capability, jaxkv.write_kv, cache, *new, array("int32", 64), **options)
+        built += builds(capability, jaxkv.gather_kv, cache, *REQUESTS[:1], array("int32", 65), total=64, **options)
+    assert max(each.shared for each in built) <= SHARED[capability] * 1024
+    assert max(each.stack for each in built) <= SPILLED

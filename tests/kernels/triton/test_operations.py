@@ -114,6 +114,19 @@ def test_parts_too_large_for_a_tile_are_rejected():
     assert found.chosen != "triton"
 
 
+def test_writes_of_keys_or_values_that_zeros_follow_are_rejected():
+    reasons = {}
+    for sizes in ((32, 16), (12, 16), (32, 8)):
+        entry = jaxkv.KVEntry("bf16", *sizes, value_format="fp8")
+        layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=16, num_heads=2, entry=entry)
+        new = [jax.ShapeDtypeStruct((5, 2, n), jnp.bfloat16) for n in sizes]
+        cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+        arguments = cache, *new, jax.ShapeDtypeStruct((5,), jnp.int32)
+        reasons[sizes] = jaxkv.explain(jaxkv.write_kv, *arguments, layer=0, v_scale=1.0).reasons["triton"]
+    zeros = [[reason for reason in found if reason.startswith("zeros after keys")] for found in reasons.values()]
+    assert list(map(len, zeros)) == [0, 1, 1]
+
+
 def writes(layout):
     """Operation by name: the kernels' call as a function of (buffer, *arrays), and those arrays."""
     options = dict(entry=layout.entry, kv_scale=None, cos_sin=None, interleaved=False)

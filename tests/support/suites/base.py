@@ -3,12 +3,11 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
-from support import oracle, scenes
+from support import scenes
 from support.arrays import on_device
 from support.cases import each_format
 from support.compare import assert_close, assert_same_bits
@@ -91,5 +90,5 @@ def full_tables(entry, **sizes):
 
 
 def dtype_of(entry):
-    """The dtype of queries and new values for an entry: its own, or bfloat16 for a quantised one."""
-    return entry.dtype if entry.format in oracle.PLAIN else jnp.dtype("bfloat16")
+    """The dtype of queries and new values for an entry: that of values that are not quantised, or bfloat16."""
+    return entry.input_dtype

@@ -51,7 +51,7 @@ class GatherChecks(Suite):
         entry = scene.entry
         runs = runs or [(0, length) for length in scene.lengths]
         cu_seq_lens = np.cumsum([0, *(last - first for first, last in runs)])
-        plain = entry.format in oracle.PLAIN
+        plain = entry.label in oracle.PLAIN
         keywords = {"total": int(cu_seq_lens[-1]) + 7, "dtype": entry.dtype if plain else jnp.float32}
         if any(first for first, _ in runs):
             keywords["seq_starts"] = on_device([first for first, _ in runs], jnp.int32)
@@ -67,7 +67,7 @@ class GatherChecks(Suite):
 class Gathers(GatherChecks):
     """The same on every layout."""
 
-    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
+    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.MIXED_ENTRIES, *scenes.INDEXER_ENTRIES])
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
         heads = 1 if entry.one_head else 2
         scene = scenes.scene(entry, num_heads=heads)
@@ -184,7 +184,7 @@ class ReadChecks(Suite):
         chosen, outside = rng.integers(used.size, size=count), [-1, -(2**31), layout.num_slots, 2**31 - 1]
         order = rng.permutation(count + len(outside))
         slots = on_device(np.concatenate([used[chosen], outside])[order], jnp.int32)
-        dtype = entry.dtype if entry.format in oracle.PLAIN else jnp.float32
+        dtype = entry.dtype if entry.label in oracle.PLAIN else jnp.float32
         keywords = {"dtype": dtype, **scene.scale_arguments()}
         found = self.read(scene.cache(layout, layer), slots, layer, **keywords)
         twin = self.read(scene.twin(layout), slots, 0, **keywords)
@@ -201,7 +201,7 @@ class ReadChecks(Suite):
 class Reads(ReadChecks):
     """The same on every layout."""
 
-    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
+    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.MIXED_ENTRIES, *scenes.INDEXER_ENTRIES])
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
         heads = 1 if entry.one_head else 2
         self.check(scenes.scene(entry, num_heads=heads), layout_of(name, entry, num_heads=heads), 1)

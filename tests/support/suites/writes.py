@@ -22,12 +22,15 @@ def new_tokens(entry, num_heads, count, seed=3):
 
 def scales_of(entry, num_heads):
     """Keyword arguments, and the scales as the oracle takes them."""
-    if not entry.codec.scaled:
+    if not any(entry.scaled):
         return {}, (1.0, 1.0)
     if isinstance(entry, jaxkv.MLAEntry):
         return {"kv_scale": 0.04}, (0.04, 0.04)
     heads = np.linspace(0.01, 0.05, num_heads, dtype=np.float32)
-    return {"k_scale": on_device(heads), "v_scale": 0.02}, (heads[:, None], 0.02)
+    k_scaled, v_scaled = entry.scaled
+    arguments = {"k_scale": on_device(heads)} if k_scaled else {}
+    arguments |= {"v_scale": 0.02} if v_scaled else {}
+    return arguments, (heads[:, None] if k_scaled else 1.0, 0.02 if v_scaled else 1.0)
 
 
 class WriteChecks(Suite):
@@ -102,7 +105,7 @@ class WriteEntriesChecks(WriteChecks):
 class WriteEntries(WriteEntriesChecks):
     """The same on every layout."""
 
-    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES], few=True)
+    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.MIXED_ENTRIES, *scenes.INDEXER_ENTRIES], few=True)
     def test_stores_the_bytes(self, entry, name):
         self.check_bytes(entry, name)
 
@@ -206,7 +209,7 @@ formats_with_scales = pytest.mark.parametrize(
 class Writes(WriteChecks):
     """The same on every layout."""
 
-    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.INDEXER_ENTRIES])
+    @on_layouts([*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.MIXED_ENTRIES, *scenes.INDEXER_ENTRIES])
     def test_stores_the_encoders_bytes_and_touches_nothing_else(self, entry, name):
         layout = layout_of(name, entry, num_heads=1 if entry.one_head else 2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "nan")

@@ -104,14 +104,14 @@ class DecodeKVChecks(Suite):
 class DecodeKV(DecodeKVChecks):
     """`decode_kv`."""
 
-    @on_layouts(scenes.KV_ENTRIES)
+    @on_layouts([*scenes.KV_ENTRIES, *scenes.MIXED_ENTRIES])
     def test_equals_the_packed_cache_and_the_oracle(self, entry, name):
-        self.check_layout(name, self.entry(entry.format))
+        self.check_layout(name, self.entry(entry.label))
 
     @apart
     def test_keys_and_values_that_lie_apart(self, entry, name):
         value_dim = self.head_dim if entry.head_dim == entry.value_dim else self.value_dim
-        self.check_layout(name, scenes.entry_of(jaxkv.KVEntry, entry.format, self.head_dim, value_dim))
+        self.check_layout(name, scenes.entry_of(jaxkv.KVEntry, entry.label, self.head_dim, value_dim))
 
     @pytest.mark.parametrize(("heads", "query_heads"), [(4, 4), (4, 32), (1, 5)])
     def test_mha_gqa_mqa(self, heads, query_heads):
