@@ -882,8 +882,6 @@ class Kernels:
 
     transformable = False
     """Whether the kernels are plain JAX, which `jax.grad` and `jax.vmap` transform."""
-    two_arrays = False
-    """Whether the kernels support keys and values in an array each."""
 
     @classmethod
     def support(cls, operation: str) -> Support | None:
@@ -895,8 +893,6 @@ class Kernels:
         support = self.support(call.operation)
         if support is None:
             return [f"has no kernel for {call.operation}"]
-        if isinstance(call, BlocksCall) and isinstance(call.buffer, tuple) and not self.two_arrays:
-            return ["keys and values in an array each: supports one buffer"]
         return support.unsupported_reasons(call)
 
     def reasons(self, call: Call[Any]) -> list[str]:

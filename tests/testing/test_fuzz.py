@@ -21,7 +21,7 @@ from jaxkv.testing.compare import EPSILON, differ, excess
 from jaxkv_kernels.calls import Kernels, supports
 from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.xla.kernels import XLA
-from support import kernels
+from support import kernels, scenes
 from support.available import assume_available
 from support.cases import further, slow
 from support.compare import assert_close
@@ -73,7 +73,7 @@ def test_planned_attention_is_supported_where_the_plan_is(implementation, monkey
         assert isinstance(case, Plan), f"seed {seed}: {case}"
         draw = case.draw(np.random.default_rng(0))
         values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
-        cache = jaxkv.KVCache(jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype), case.layout)
+        cache = scenes.shapes_of(case.layout)
         args, keywords = case.attention.arguments(cache, values, draw, draw.layer)
         reasons = jaxkv.explain(case.attention.function, *args, **keywords).reasons[implementation]
         assert not reasons, f"seed {seed}: {case}"

@@ -150,7 +150,7 @@ class EntryLoads:
     rope_in_values: bool = False
     """Whether values are whole entries: the latents, then the rotary keys."""
     second_at: int | None = 0
-    """Bytes from the start of a key to its value; None if values have strides of their own."""
+    """Bytes from the start of a key to its value; None if values have strides, or an array, of their own."""
     scales_at: tuple[int, int] = (0, 0)
     """Bytes from the start of a key, and from that of a value, to its scales."""
 
@@ -217,7 +217,7 @@ def join_columns(x, WAYS: tl.constexpr):
 
 
 @triton.jit
-def load_keys_and_values(buffer, layer, slot, head, known, PAGES: tl.constexpr, LOADS: tl.constexpr):
+def load_keys_and_values(buffer, value_buffer, layer, slot, head, known, PAGES: tl.constexpr, LOADS: tl.constexpr):
     """Tiles [n, columns] of the keys and of the values of the entries at `slot` [n] of a head; 0 if not `known`.
 
     Values of `fp8` and `int8` are returned as stored, others multiplied by their own scales.  The third result has the
@@ -242,21 +242,21 @@ def load_keys_and_values(buffer, layer, slot, head, known, PAGES: tl.constexpr, 
             entry, entry + LOADS.scales_at[0], known,
             LOADS.first, LOADS.first_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
         )  # fmt: skip
-        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
+        value = second_part(entry, buffer, value_buffer, layer, slot, head, PAGES, LOADS.second_at)
         values = load_e2m1(
             value, value + LOADS.scales_at[1], known,
             LOADS.second, LOADS.second_columns, LOADS.unit, LOADS.dtype, LOADS.native, LOADS.even,
         )  # fmt: skip
     elif LOADS.format == "int8":
         keys = int8_halves(load_pairs(entry, known, LOADS.first, LOADS.first_columns, LOADS.even), LOADS.dtype)
-        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
+        value = second_part(entry, buffer, value_buffer, layer, slot, head, PAGES, LOADS.second_at)
         values = int8_halves(load_pairs(value, known, LOADS.second, LOADS.second_columns, LOADS.even), LOADS.dtype)
         key_scale = (entry + LOADS.scales_at[0]).to(tl.pointer_type(tl.float32))
         value_scale = (value + LOADS.scales_at[1]).to(tl.pointer_type(tl.float32))
         factors += (tl.load(key_scale, mask=known, other=0.0), tl.load(value_scale, mask=known, other=0.0))
     else:
         keys = (_plain_tile(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS),)
-        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
+        value = second_part(entry, buffer, value_buffer, layer, slot, head, PAGES, LOADS.second_at)
         values = (_plain_tile(value, known, 0, LOADS.second, LOADS.second_columns, LOADS),)
     return keys, values, factors
 
@@ -449,7 +449,7 @@ def _scores(q, k, score):
 
 @triton.jit
 def attend_tiles(
-    q, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
+    q, scale, buffer, value_buffer, layers, table, last_ends, request, begin, end, head, token,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
     CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, TRAILING: tl.constexpr, CONFIG: tl.constexpr,
     SUM_PER_COLUMN: tl.constexpr,
@@ -462,6 +462,7 @@ def attend_tiles(
         keys of tile i + 1     load ......................................... arrive
         tile i                 scores = q k^T | mask | max, weights | acc = acc * rescale + weights v
 
+    Values are in `value_buffer` if they have an array of their own, otherwise in `buffer`.
     `table` [B, TABLE] holds ids of blocks of TABLE_BLOCK tokens: blocks of the cache, or slots if TABLE_BLOCK is 1.
     `last_ends` [B] are the positions after the last query tokens: unclamped lengths or, with TRAILING, clamped lengths
     minus `trailing`.
@@ -493,7 +494,7 @@ def attend_tiles(
         slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
         ahead = position + KEYS
         block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
-        k, v, factors = load_keys_and_values(buffer, layer, slot, head, known, PAGES, LOADS)
+        k, v, factors = load_keys_and_values(buffer, value_buffer, layer, slot, head, known, PAGES, LOADS)
         score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
         if LOADS.per_token:
             score *= factors[0][None, :]

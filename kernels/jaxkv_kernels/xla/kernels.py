@@ -30,7 +30,6 @@ class XLA(Kernels):
     """Plain JAX, for any device."""
 
     transformable = True
-    two_arrays = True
 
     @supports(_MLA)
     def write_mla(self, call: calls.WriteMLA) -> jax.Array:
