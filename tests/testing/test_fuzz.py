@@ -339,7 +339,8 @@ def test_draws_are_of_every_kind():
     assert {True, False} == {layout.blocks_are_runs for layout in layouts}
     assert any(layout.strides.token > layout.num_heads * layout.width for layout in layouts if layout.order[0] == "B")
     assert any(layout.dtype != layout.entry.dtype for layout in layouts)
-    apart = [layout for layout in layouts if layout.value_offset is not None]
+    assert any(layout.value_size is not None for layout in layouts), "keys and values in an array each"
+    apart = [layout for layout in layouts if layout.value_offset is not None and layout.value_size is None]
     assert {layout.value_offset > layout.offset for layout in apart} == {True, False}, "values before and behind keys"
     assert any(layout.entry.quantised for layout in apart)
     assert any(layout.pages.value_distance is None for layout in apart), "strides of their own"
