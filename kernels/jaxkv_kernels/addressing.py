@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, reduce
 from itertools import accumulate
 from math import gcd, isqrt, prod
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -35,20 +35,27 @@ def dtype_of(buffer: Buffer) -> np.dtype:
     return (buffer[0] if isinstance(buffer, tuple) else buffer).dtype
 
 
+def one_array(buffer: Buffer) -> jax.Array:
+    """The buffer, for code that supports no pairs; ValueError if it is one."""
+    if isinstance(buffer, tuple):
+        sizes = " and ".join(str(array.size) for array in buffer)
+        raise ValueError(f"keys and values are in arrays of {sizes} elements: expected one buffer")
+    return buffer
+
+
 def arrays_of[Array](buffer: Array | tuple[Array, Array], count: int) -> tuple[Array, ...]:
     """The array, or reference, that holds each of `count` parts of entries: the buffer or, if it is a pair, its two."""
     return buffer if isinstance(buffer, tuple) else (buffer,) * count
 
 
-def updated(buffer: Buffer, update: Callable[..., jax.Array], *parts: Sequence[Any]) -> Buffer:
+def updated[B: Buffer](buffer: B, update: Callable[..., jax.Array], *parts: Sequence[Any]) -> B:
     """The buffer after `update(array, *part)` for each part of entries in turn, where `array` holds that part.
 
     `parts` are sequences that have an item per part.
     """
     if isinstance(buffer, tuple):
-        keys, values = map(update, buffer, *parts)
-        return keys, values
-    return reduce(lambda array, part: update(array, *part), zip(*parts, strict=True), buffer)
+        return cast(B, tuple(map(update, buffer, *parts)))
+    return cast(B, reduce(lambda array, part: update(array, *part), zip(*parts, strict=True), buffer))
 
 
 @dataclass(frozen=True)
@@ -499,7 +506,7 @@ def scale_at(scale: jax.Array | None, slots: jax.Array) -> jax.Array | None:
     return scale.reshape(-1, scale.shape[-1]).at[slots].get(mode="clip")
 
 
-def store_entries(buffer: Buffer, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> Buffer:
+def store_entries[B: Buffer](buffer: B, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> B:
     """The buffer with encoded entries [..., H, width] stored at `slots` [...]; slots outside the cache are skipped."""
     dtype = dtype_of(buffer)
     runs, pieces = entry_runs(pages, entry, dtype.itemsize), split_runs(pages, entry, rows, dtype)

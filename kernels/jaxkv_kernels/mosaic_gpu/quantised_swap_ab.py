@@ -75,7 +75,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import row_view
+from jaxkv_kernels.addressing import dtype_of, one_array, row_view
 from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, values_of
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
@@ -218,7 +218,7 @@ def mla_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     yield from block_sizes(pages)
     if pages.token_stride != pages.width:
         yield f"token stride {pages.token_stride}: supports {pages.width}, tokens that are contiguous"
-    yield from unaligned(steps(pages, ("layer",)), call.buffer.dtype.itemsize)
+    yield from unaligned(steps(pages, ("layer",)), dtype_of(call.buffer).itemsize)
     try:
         row_view(pages)
     except ValueError as error:
@@ -260,7 +260,7 @@ def attend(
     _, tokens, query_heads, _ = (call.q_latent if isinstance(call, DecodeMLA) else call.q).shape
     group = query_heads // call.pages.num_heads
     plan, window, ahead, logit_cap, scales = call.plan, call.window, call.ahead, call.logit_cap, _scales(call)
-    buffer, pages = in_entries_dtype(call.buffer, call.pages, tiles.dtype)
+    buffer, pages = in_entries_dtype(one_array(call.buffer), call.pages, tiles.dtype)
     batch, rows, _ = queries[0].shape
     dtype, width = queries[0].dtype, GROUP * tiles.value_groups
     consumers, query_stages = config.consumers, config.query_stages

@@ -96,7 +96,7 @@ def bytes_unsupported_reasons(call: WriteEntries | GatherEntries) -> Iterator[st
 
 
 @jax.jit
-def write_mla(call: WriteMLA) -> jax.Array:
+def write_mla(call: WriteMLA) -> Buffer:
     """The buffer with latents and rotary keys stored, these rotated by `cos_sin` unless that is None."""
     if call.entry.format == "fp8_ds_mla":
         return store_ds_mla(call)
@@ -113,7 +113,7 @@ def write_kv(call: WriteKV) -> Buffer:
 
 
 @jax.jit
-def write_indexer_k(call: WriteIndexerK) -> jax.Array:
+def write_indexer_k(call: WriteIndexerK) -> Buffer:
     """The buffer with indexer keys stored."""
     if call.entry.format == "indexer_fp8":
         return store_split(call)

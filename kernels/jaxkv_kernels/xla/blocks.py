@@ -56,7 +56,7 @@ def write_rows(buffer: Buffer, pages: Pages, blocks: jax.Array, rows: jax.Array,
 
 
 @jax.jit
-def copy_blocks(call: CopyBlocks) -> jax.Array:
+def copy_blocks(call: CopyBlocks) -> Buffer:
     """The buffer with blocks `src` copied over blocks `dst`; all are read before any is written.
 
     Pairs with an id outside the cache are skipped.
@@ -72,6 +72,6 @@ def read_blocks(call: ReadBlocks) -> jax.Array:
 
 
 @jax.jit
-def write_blocks(call: WriteBlocks) -> jax.Array:
+def write_blocks(call: WriteBlocks) -> Buffer:
     """The buffer with rows stored in blocks; ids outside the cache are skipped."""
     return write_rows(call.buffer, call.pages, call.blocks, call.data)
