@@ -79,6 +79,8 @@ APART = {
 }
 """The axes of layouts whose keys and values lie apart, outermost first, by name: those of both, then those of keys and
 those of values, whose planes lie one after the other, or in an array each."""
+ONE_ARRAY = [name for name in APART if not name.startswith("two arrays")]
+"""Those with one buffer."""
 
 
 def apart(entry, name, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):
@@ -106,13 +108,13 @@ def apart(entry, name, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_si
             step *= counts[axis]
         return step
 
-    if name.startswith("two arrays"):
+    if name in ONE_ARRAY:
+        offset, value_offset = (gap + value, gap) if name == "values before keys" else (gap, gap + key)
+        arrays = {"size": with_outer_axes(planes, gap + key + value)}
+    else:
         offset = value_offset = gap
         arrays = {"size": with_outer_axes([strides], gap + key)}
         arrays["value_size"] = with_outer_axes([value_strides], gap + value)
-    else:
-        offset, value_offset = (gap + value, gap) if name == "values before keys" else (gap, gap + key)
-        arrays = {"size": with_outer_axes(planes, gap + key + value)}
     return jaxkv.CacheLayout.from_strides(
         **sizes, strides=strides, offset=offset, value_strides=value_strides, value_offset=value_offset, **arrays
     )

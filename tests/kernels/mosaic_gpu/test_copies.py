@@ -18,8 +18,7 @@ from support.suites.gathers import OF_144_BYTES
 from support.suites.states import PLAIN as PLAIN_STATE
 
 MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", head_dim=128)
-APART = suites.scenes.APART
-ONE_ARRAY = [name for name in APART if not name.startswith("two arrays")]
+ONE_ARRAY = suites.scenes.ONE_ARRAY
 UNEVEN, FP8 = jaxkv.KVEntry("f16", head_dim=16, value_dim=8), jaxkv.KVEntry("fp8", head_dim=16, value_dim=8)
 lying_apart = pytest.mark.parametrize(
     ("name", "entry"),
