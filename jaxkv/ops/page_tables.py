@@ -1,5 +1,7 @@
 """Block tables from the page tables of other libraries."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
@@ -45,7 +47,13 @@ def block_tables_from_csr(
     indices, last_page_len, sums = int32(indices), int32(last_page_len), running_sum(indptr)
     if data_checks.checking():
         _check_data(int32(indptr), sums, dims["n"], last_page_len, block_size, max_blocks)
-    counts, end = jnp.diff(sums), dims["n"]
+    return _tables(indices, sums, last_page_len, block_size, max_blocks)
+
+
+@partial(jax.jit, static_argnames=("block_size", "max_blocks"))
+def _tables(indices, sums, last_page_len, block_size: int, max_blocks: int) -> tuple[jax.Array, jax.Array]:
+    """The block tables and lengths."""
+    counts, end = jnp.diff(sums), indices.size
     column = jnp.arange(max_blocks, dtype=jnp.int32)[None]
     place = jnp.where(column < counts[:, None], sums[:-1, None] + column, end)
     ids = jnp.concatenate([indices, jnp.full(1, -1, jnp.int32)])  # at `end`: no block

@@ -193,37 +193,19 @@ class Arrangement:
         """The block tables [G, M] and lengths [G] of the kernel's requests."""
         if self.groups is None:
             return call.block_tables, call.seq_lens
-
-        def of_groups(groups, block_tables, seq_lens):
-            request = jnp.maximum(groups.requests, 0)
-            lengths = lengths_in_table(seq_lens, block_tables, call.pages.block_size)[request]
-            if call.ahead == 0 and not self._trails(call):
-                lengths = lengths - groups.num_trailing
-            return block_tables[request], jnp.where(groups.requests < 0, 0, lengths)
-
+        whole = call.ahead != 0 or self._trails(call)
+        of_groups = partial(_requests_of_groups, block_size=call.pages.block_size, whole=whole)
         return computed(of_groups, self.groups, call.block_tables, call.seq_lens)
 
     def _tree(self, tree: Tree | None) -> Tree | None:
         """`tree`, whose rows are those of the call's queries, for the kernel's requests."""
-        if tree is None or self.groups is None:
-            return tree
-
-        def of_groups(tree, groups):
-            return Tree(tree.start[jnp.maximum(groups.requests, 0)], tree.seen[groups.tokens])
-
-        return computed(of_groups, tree, self.groups)
+        return tree if tree is None or self.groups is None else computed(_trees_of_groups, tree, self.groups)
 
     def _queries(self, q):
         """`q` [B, Q, H, D], [B, H, D] or (ragged) [T, H, D] as the kernel's queries."""
-
-        def arranged(q, groups):
-            if groups is not None:
-                q = jnp.asarray(q)[groups.tokens]
-            elif q.ndim == 3:
-                q = q[:, None]
-            return tokens_as_heads(q, self.kv_heads) if self.as_heads else q
-
-        return computed(arranged, q, self.groups)
+        if self.groups is None and self.q_len is not None and not self.as_heads:
+            return q
+        return computed(partial(_arranged, kv_heads=self.kv_heads if self.as_heads else None), q, self.groups)
 
     def results(self, out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
         """The kernel's out [G, Q, H, Dv] and lse [G, Q, H] in the order of the call's queries.
@@ -231,11 +213,42 @@ class Arrangement:
         Their leading axes are then those of the queries: [B, Q, H], [B, H] or (ragged) [T, H].  Query tokens of no
         request get 0 and -inf.
         """
-        return self._ordered(out, 0.0), self._ordered(lse, -jnp.inf)
-
-    def _ordered(self, x, empty: float):
         if self.as_heads:
-            x = heads_as_tokens(x, self.kv_heads, self._size)
+            out, lse = (heads_as_tokens(x, self.kv_heads, self._size) for x in (out, lse))
         if self.groups is not None:
-            return x.reshape(-1, *x.shape[2:]).at[self.groups.places].get(mode="fill", fill_value=empty)
-        return x[:, 0] if self.q_len is None else x
+            return _in_places(out, self.groups, 0.0), _in_places(lse, self.groups, -jnp.inf)
+        return (out[:, 0], lse[:, 0]) if self.q_len is None else (out, lse)
+
+
+# Compiled as a whole each: a call outside of `jax.jit` would otherwise run a program per line.
+
+
+@partial(jax.jit, static_argnames=("block_size", "whole"))
+def _requests_of_groups(groups: Groups, block_tables, seq_lens, *, block_size: int, whole: bool):
+    """The block tables and lengths of groups; with `whole`, the whole lengths of their requests."""
+    request = jnp.maximum(groups.requests, 0)
+    lengths = lengths_in_table(seq_lens, block_tables, block_size)[request]
+    if not whole:
+        lengths = lengths - groups.num_trailing
+    return block_tables[request], jnp.where(groups.requests < 0, 0, lengths)
+
+
+@jax.jit
+def _trees_of_groups(tree: Tree, groups: Groups) -> Tree:
+    return Tree(tree.start[jnp.maximum(groups.requests, 0)], tree.seen[groups.tokens])
+
+
+@partial(jax.jit, static_argnames="kv_heads")
+def _arranged(q, groups: Groups | None, *, kv_heads: int | None):
+    """Queries in the places of groups; with `kv_heads`, query tokens become heads."""
+    if groups is not None:
+        q = q[groups.tokens]
+    elif q.ndim == 3:
+        q = q[:, None]
+    return q if kv_heads is None else tokens_as_heads(q, kv_heads)
+
+
+@partial(jax.jit, static_argnames="empty")
+def _in_places(x, groups: Groups, empty: float):
+    """Results [G, size, ...] as those of the query tokens [T, ...]; `empty` for tokens of no request."""
+    return x.reshape(-1, *x.shape[2:]).at[groups.places].get(mode="fill", fill_value=empty)

@@ -373,9 +373,10 @@ class Sparse(DecodeMLA):
         if self._extra is not None:
             scale = np.float32(0.03) if self._extra.entry.codec.scaled else None
             arrays = *entries, more["extra_live"], more["extra_layer"]
-            fill = partial(_filled, layout=self._extra, scale=scale)
-            abstract = isinstance(entries[0], jax.ShapeDtypeStruct)
-            other = jax.eval_shape(fill, *arrays) if abstract else fill(*arrays)
+            if isinstance(entries[0], jax.ShapeDtypeStruct):
+                other = jax.eval_shape(partial(jaxkv.KVCache.zeros, self._extra))
+            else:
+                other = _filled(*arrays, layout=self._extra, scale=scale)
             counts = more["extra_counts"] if "counts" in self.extras else None
             found["extra"] = jaxkv.ExtraCache(other, more["extra_slots"], more["extra_layer"], counts, scale)
         return args, {**found, **{name: name in self.extras for name in (INVARIANT, MAX_LOGITS)}}

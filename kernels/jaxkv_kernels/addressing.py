@@ -193,6 +193,7 @@ def lengths_in_table(seq_lens: jax.Array, block_tables: jax.Array, block_size: i
     return jnp.clip(seq_lens, 0, table_tokens(block_tables, block_size))
 
 
+@partial(jax.jit, static_argnames="block_size")
 def slots_for(block_tables: jax.Array, positions: jax.Array, *, block_size: int) -> jax.Array:
     """Slots of `positions` [B, ...], looked up in the tables [B, M]; -1 for positions without a slot."""
     batch = jnp.arange(block_tables.shape[0], dtype=jnp.int32)
@@ -200,6 +201,7 @@ def slots_for(block_tables: jax.Array, positions: jax.Array, *, block_size: int)
     return _lookup(block_tables, request, positions, block_size)
 
 
+@partial(jax.jit, static_argnames=("total", "block_size"))
 def ragged_slots(
     block_tables: jax.Array,
     cu_seq_lens: jax.Array,

@@ -4,6 +4,7 @@ The tokens of each expert follow one another, and are divided into tiles.
 """
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -46,6 +47,7 @@ def usual_rows(choices: int, num_experts: int, most: int) -> int:
     return max(math.ceil(min(mean + 2 * math.sqrt(mean), most)), 1)
 
 
+@partial(jax.jit, static_argnames=("num_experts", "tile", "align"))
 def expert_groups(experts: jax.Array, num_experts: int, *, tile: int, align: int = 1) -> Groups:
     """Sorts the choices `experts` [T, K], ids of experts, into groups of rows, one per expert that is chosen.
 

@@ -1,6 +1,7 @@
 """`TileScaled`: a weight in float8 with one scale per tile of 128 x 128 values, as DeepSeek publishes V3 and V3.2."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import jax
@@ -44,13 +45,7 @@ class TileScaled:
             raise ValueError(f"`weight` has shape {tuple(weight.shape)}: expected [..., out, in]")
         reason = "a weight has no gradients where it is quantised to float8: differentiate it before that"
         weight = without_gradients(weight, reason)
-        *stack, rows, columns = weight.shape
-        down, across = num_tiles(rows), num_tiles(columns)
-        padding = [(0, 0)] * len(stack) + [(0, down * TILE - rows), (0, across * TILE - columns)]
-        tiles = jnp.pad(weight.astype(jnp.float32), padding).reshape(*stack, down, TILE, across, TILE)
-        scales = _scales(jnp.abs(tiles).max(axis=(-3, -1)))
-        values = _rounded(tiles / scales[..., :, None, :, None]).reshape(*stack, down * TILE, across * TILE)
-        return cls(values[..., :rows, :columns], scales)
+        return cls(*_in_tiles(weight))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -66,6 +61,7 @@ class TileScaled:
         """A weight of a stack, by its index along the first axis."""
         return TileScaled(self.values[index], self.scales[index], self.e4m3_products)
 
+    @partial(jax.jit, static_argnames="dtype")
     def dequantised(self, dtype) -> jax.Array:
         """The weight: products in float32, rounded once to `dtype`."""
         rows, columns = self.shape[-2:]
@@ -80,6 +76,7 @@ class TileScaled:
         return (rounded_to_e4m3(x) if self.e4m3_products else x), self.dequantised(x.dtype)
 
 
+@jax.jit
 def rounded_to_e4m3(x) -> jax.Array:
     """x [..., n] with every 128 consecutive values rounded to e4m3 numbers times a float32 scale, in the dtype of x.
 
@@ -94,6 +91,18 @@ def rounded_to_e4m3(x) -> jax.Array:
     scales = _scales(jnp.abs(wide).max(axis=-1, keepdims=True))
     rounded = _rounded(wide / scales).astype(jnp.float32) * scales
     return rounded.reshape(*x.shape[:-1], num_tiles(size) * TILE)[..., :size].astype(x.dtype)
+
+
+@jax.jit
+def _in_tiles(weight) -> tuple[jax.Array, jax.Array]:
+    """The values and the scales of a weight in float8."""
+    *stack, rows, columns = weight.shape
+    down, across = num_tiles(rows), num_tiles(columns)
+    padding = [(0, 0)] * len(stack) + [(0, down * TILE - rows), (0, across * TILE - columns)]
+    tiles = jnp.pad(weight.astype(jnp.float32), padding).reshape(*stack, down, TILE, across, TILE)
+    scales = _scales(jnp.abs(tiles).max(axis=(-3, -1)))
+    values = _rounded(tiles / scales[..., :, None, :, None]).reshape(*stack, down * TILE, across * TILE)
+    return values[..., :rows, :columns], scales
 
 
 def _scales(largest) -> jax.Array:

@@ -1,8 +1,11 @@
 """Query tokens as heads: those of a request that see the same keys are, for a kernel, as the heads of one token."""
 
+from functools import partial
+
 import jax
 
 
+@partial(jax.jit, static_argnames="kv_heads")
 def tokens_as_heads(q: jax.Array, kv_heads: int) -> jax.Array:
     """Queries [B, Q, H, D] as those of one token, [B, 1, Q * H, D].
 
@@ -13,6 +16,7 @@ def tokens_as_heads(q: jax.Array, kv_heads: int) -> jax.Array:
     return q.reshape(batch, 1, tokens * heads, width)
 
 
+@partial(jax.jit, static_argnames=("kv_heads", "tokens"))
 def heads_as_tokens(x: jax.Array, kv_heads: int, tokens: int) -> jax.Array:
     """Results [B, 1, Q * H, ...] for such queries as those of the Q `tokens`, [B, Q, H, ...]."""
     batch, _, rows, *rest = x.shape

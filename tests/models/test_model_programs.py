@@ -111,7 +111,7 @@ def describe_batch(model, tokens):
     return [described(tokens, "int32"), described(tokens[:1], "int32"), tables, described(tokens, "int32")]
 
 
-@each_value(("case", "program"), CASES, ["prefill", "decode"], default=4)
+@each_value(("case", "program"), CASES, ["prefill", "decode"], default=2)
 def test_the_cache_is_updated_in_place(case, program):
     values, entry_format = case
     # A few layers suffice: the others are the same, and XLA compiles each.

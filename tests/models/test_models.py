@@ -13,6 +13,7 @@ import pytest
 import jaxkv
 import jaxkv.models
 from support.cases import further, slow
+from support.recorded import DISTINCT
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 FAMILIES = [
@@ -55,27 +56,16 @@ HEADS = {"gpt_oss", "llama", "qwen3", "qwen3_moe", "qwen3_next", "smollm3"}
 SAME_LAYERS = ("deepseek_v3_sharded", "deepseek_v3_yarn", "kimi", "kimi_k25")
 """Families whose layers are those of `deepseek_v3` with other numbers, rotary embeddings or names of weights."""
 
-ALIKE = (
-    *("deepseek_v4", "gpt_oss", "longcat_flash", "qwen3", "qwen3_next", "smollm3"),
-    "axk1",
-    "deepseek_v2",
-    "deepseek_v2_lite",
-    "deepseek_v3",
-    "glm4_moe_lite",
-    "glm5",
-    "mistral4",
-    "moonlight",
-    "youtu",
-)
-"""Families whose prompts run in one piece by default, or whose layers have parts that those of other families have."""
+IN_CHUNKS = ("llama", "qwen3_moe")
+"""Families whose prompts run in chunks by default; the `DISTINCT` ones do so in CI."""
 
 families = pytest.mark.parametrize("family", FAMILIES)
 WHOLE_PROMPTS = [
     ("deepseek_v2_lite", "LBNHC"),
     ("llama", "BHLNC"),
 ]
-IN_CI = [("gpt_oss", "LBHNC"), ("qwen3_next", "BHLNC"), ("smollm3", "LHBNC")]
-"""All families but `SAME_LAYERS` run in chunks, on block-major caches."""
+IN_CI = [("smollm3", "LHBNC")]
+"""The `DISTINCT` families run in chunks, on block-major caches."""
 LAYOUTS = [
     (family, order)
     if (family, order) in WHOLE_PROMPTS
@@ -208,7 +198,7 @@ def test_whole_prompts(family):
 
 
 @pytest.mark.parametrize(
-    "family", [slow(name) if name in SAME_LAYERS else further(name) if name in ALIKE else name for name in FAMILIES]
+    "family", [name if name in IN_CHUNKS else further(name) if name in DISTINCT else slow(name) for name in FAMILIES]
 )
 def test_prompts_in_chunks_and_requests_that_join_and_leave_at_different_steps(family):
     Requests(family).run(chunk=48, joins=(10, 3, 0, 7, 5)).check()
@@ -233,7 +223,7 @@ def test_requests_join_at_very_different_steps(family):
     Requests(family).run(chunk=64, joins=(40, 3, 0, 17, 9)).check()
 
 
-@pytest.mark.parametrize("family", [further(name) if name in (*ALIKE, *SAME_LAYERS) else name for name in FAMILIES])
+@pytest.mark.parametrize("family", [name if name in IN_CHUNKS else further(name) for name in FAMILIES])
 def test_strict_programs_may_run_every_model(family):
     """A program may disable promotion of ranks and dtypes, and enable x64; models then still run."""
     config = jaxkv.models.ModelConfig.read(FOLDER / family)

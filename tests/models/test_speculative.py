@@ -14,7 +14,7 @@ from jaxkv import models, serving
 from jaxkv.models.speculative import accept
 from models.checkpoints.mtp import FOLDER, LAYER, with_mtp
 from models.checkpoints.published import PUBLISHED
-from support.cases import further
+from support.cases import further, slow
 from support.compare import assert_close
 from support.recorded import recorded
 
@@ -172,7 +172,7 @@ SIZES = dict(num_blocks=16, block_size=BLOCK, max_requests=2, chunk=16)  # the s
 SAMPLED = [models.Sampling(0.1, 0.9, seed) for seed in range(3)]
 
 
-@pytest.mark.parametrize("samplings", [further(None), SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("samplings", [slow(None), further(SAMPLED)], ids=["greedy", "sampled"])
 def test_accepted_drafts_leave_the_tokens_as_they_are(samplings):
     model = predictable()
     prompts = [[3, 1, 4, 1, 5], [9], list(range(40))]

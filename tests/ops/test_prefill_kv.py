@@ -11,6 +11,7 @@ import jaxkv
 from jaxkv_kernels.mosaic_gpu import cudnn
 from jaxkv_kernels.xla import expanded
 from support import oracle, scenes
+from support.arrays import as_float64
 from support.available import assume_available
 from support.cases import each_value, further, on_layouts
 from support.compare import assert_close, assert_same_bits
@@ -43,7 +44,7 @@ def prefill(scene, cache, q, layer, **options):
 def check(scene, cache, q, *, window=None, sinks=None, **options):
     """Compares with the truth in float64, and returns the result."""
     out, lse = prefill(scene, cache, q, 1, window=window, sinks=sinks, **options)
-    wide, found = np.asarray(q.astype(jnp.float32), np.float64), []
+    wide, found = as_float64(q), []
     for request, length in enumerate(scene.lengths):
         seen = oracle.seen_by_last(length, q.shape[1], window)
         found.append(oracle.attention(wide[request], *scene.parts(request), SCALE, seen=seen, sinks=sinks))
@@ -84,6 +85,7 @@ def setting(entry=ENTRY, name="BLNHC", heads=HEADS, lengths=LENGTHS):
     [64, 1, 5, 200, 385],
     [FEW_BYTES, 1, 2**28],
     [None, 1, 2, 50, 64, 193, 2**40],
+    default=3,
 )
 def test_query_tokens_chunks_and_windows(tokens, gathered_bytes, window):
     """From one query token to more than the capacity of the tables, and from chunks of one token on."""

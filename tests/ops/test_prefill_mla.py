@@ -16,6 +16,7 @@ from jaxkv_kernels.mosaic_gpu.prefill import LEAST_WITH_CUDNN, LEAST_WITH_KERNEL
 from jaxkv_kernels.xla import entries, expanded
 from jaxkv_kernels.xla.prefill import least_by_flops
 from support import oracle, scenes
+from support.arrays import as_float64
 from support.available import assume_available
 from support.cases import each_value, further, on_layouts
 from support.compare import assert_close, assert_same_bits
@@ -59,7 +60,7 @@ def prefill(scene, cache, given, layer, **options):
 
 def truth(scene, given):
     """out and lse in float64."""
-    q_nope, q_pe, w_uk, w_uv = (np.asarray(x.astype(jnp.float32), np.float64) for x in given)
+    q_nope, q_pe, w_uk, w_uv = (as_float64(x) for x in given)
     found = []
     for request, length in enumerate(scene.lengths):
         latents, rope = scene.parts(request)
@@ -100,7 +101,7 @@ def test_equals_the_packed_cache_and_the_truth(entry, name):
         assert_same_bits(actual, expected)
 
 
-@each_value(("tokens", "expanded_bytes"), [64, 1, 5, 200, 385], [1, FEW_BYTES, 2**28])
+@each_value(("tokens", "expanded_bytes"), [64, 1, 5, 200, 385], [1, FEW_BYTES, 2**28], default=3)
 def test_query_tokens_and_chunks(tokens, expanded_bytes):
     """From one query token to more than the capacity of the tables, and from chunks of one token on."""
     scene = scenes.scene(ENTRY, lengths=LENGTHS)

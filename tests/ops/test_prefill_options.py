@@ -11,6 +11,7 @@ import pytest
 import jaxkv
 from jaxkv_kernels.mosaic_gpu import cudnn
 from support import oracle, scenes
+from support.arrays import as_float64
 from support.cases import each_value, further, slow
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import UNUSED_SUMS, with_unused_requests
@@ -62,7 +63,7 @@ class Latents:
     @classmethod
     def expanded(cls, scene, request, arguments, rows):
         """Queries, keys and values per head in float64."""
-        q_nope, q_pe, w_uk, w_uv = (np.asarray(x.astype(jnp.float32), np.float64) for x in arguments)
+        q_nope, q_pe, w_uk, w_uv = (as_float64(x) for x in arguments)
         latents, rope = scene.parts(request)
         latents, rope = latents[:, 0], np.broadcast_to(rope, (len(latents), cls.heads, rope.shape[-1]))
         k = np.concatenate([np.einsum("sr,hnr->shn", latents, w_uk), rope], axis=-1)
@@ -90,7 +91,7 @@ class KeysAndValues:
     @classmethod
     def expanded(cls, scene, request, arguments, rows):
         """Queries, keys and values in float64."""
-        return np.asarray(arguments[0].astype(jnp.float32), np.float64)[rows], *scene.parts(request)
+        return as_float64(arguments[0])[rows], *scene.parts(request)
 
 
 OPERATIONS = (Latents, KeysAndValues)

@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv.testing.buffers import entry_bytes, to_cache
 from ops.published_calls import ABSENT, ATTENTION, GATHERS
 from support import oracle, scenes
+from support.arrays import as_float64
 from support.available import assume_available
 from support.cases import further
 from support.compare import assert_close
@@ -158,7 +159,7 @@ class PublishedCalls(Suite):
         float8 = case.formats[1] == "float8_e4m3fn"
         scales = {"q": float(np.abs(wide).max() / LARGEST) if float8 else 1.0, **stored_scales}
         q, sinks = jnp.asarray(wide / scales["q"], case.formats[1]), sinks_of(case)
-        wide = np.asarray(q.astype(jnp.float32), np.float64)
+        wide = as_float64(q)
         heads = case.heads[0] // len(caches)
         arrays = q, jnp.asarray(tables), *requests_of(case), sinks
         for share, (operation, args, options) in enumerate(calls_of(case, caches, scales, *arrays)):

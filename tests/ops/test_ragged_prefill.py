@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv.ops.prefill import _check_rows
 from jaxkv_kernels.mosaic_gpu import cudnn
 from support import oracle, scenes
+from support.arrays import as_float64
 from support.cases import each_value, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import UNUSED_SUMS, with_unused_requests
@@ -52,7 +53,7 @@ def prefill(scene, cache, given, q_lens, layer=1, **options):
 
 def truth(scene, given, q_lens):
     """out and lse in float64."""
-    q_nope, q_pe, w_uk, w_uv = (np.asarray(x.astype(jnp.float32), np.float64) for x in given)
+    q_nope, q_pe, w_uk, w_uv = (as_float64(x) for x in given)
     heads = len(w_uk)
     out, lse = np.zeros((len(q_nope), heads, w_uv.shape[1])), np.full((len(q_nope), heads), -np.inf)
     first = 0

@@ -69,7 +69,7 @@ def serve(engine, family, count=12):
         pytest.param("deepseek_v2_lite", partial(context, 2), id="context 2 by token", marks=pytest.mark.slow),
         pytest.param("youtu", partial(context, 8, 2), id="context 8 by block", marks=pytest.mark.ci),
         pytest.param(  # some layers share selected tokens
-            "glm5", partial(context, 2, 4), id="sparse context 2", marks=pytest.mark.ci
+            "glm5", partial(context, 2, 4), id="sparse context 2", marks=pytest.mark.slow
         ),
         pytest.param("deepseek_v32", partial(context, 2, 4), id="sparse context 2, V3.2", marks=pytest.mark.slow),
         # What these divide is divided in other families, too.

@@ -42,7 +42,7 @@ def one_trace(monkeypatch):
         monkeypatch.setattr(program, function, chex.assert_max_traces(getattr(program, function), n=2))
 
 
-@pytest.mark.parametrize("family", [slow("deepseek_v3"), further("deepseek_v32"), "llama"])
+@pytest.mark.parametrize("family", [slow("deepseek_v3"), slow("deepseek_v32"), "llama"])
 def test_twenty_requests_come_and_go(family, one_trace):
     # Requests of one prompt come in pairs and share it.  17 blocks of 16 tokens, which the longest request takes:
     # some wait, and some are computed again.
@@ -75,16 +75,10 @@ def test_all_lengths_at_once_in_chunks_of_seven(order, one_trace):
         assert request.generated == recorded("deepseek_v3", n)[1]
 
 
-DISTINCT = {"deepseek_v32", "deepseek_v4", "gpt_oss", "kimi_linear", "llama", "longcat_flash", "qwen3_next"}
-"""Families whose layers differ most."""
-QUICKEST = {"llama"}
-"""Runs by default, the other `DISTINCT` ones in CI."""
-
-
 @pytest.mark.parametrize(
     "family",
     [
-        name if name in QUICKEST else further(name) if name in DISTINCT else slow(name)
+        name if name == "llama" else further(name) if name in ("deepseek_v32", "deepseek_v4") else slow(name)
         for name in sorted(path.parent.name for path in FOLDER.glob("*/truth.npz"))
     ],
 )

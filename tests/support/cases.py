@@ -35,7 +35,7 @@ def on_layouts(entries, *, few=False):
     Each layout with a format of numbers, and each format on one layout, show what depends on a layout or on a format.
     Each layout with a format of bytes is `further`; the other pairs are `slow`.
 
-    With `few`, most of these are `further`, and bytes on other layouts `slow`.  This is for operations that reach
+    With `few`, formats are `further` and other layouts `slow`, but for some of each.  This is for operations that reach
     entries by other operations alone, and for kernels that are only lowered.
     """
     cases = []
@@ -45,7 +45,7 @@ def on_layouts(entries, *, few=False):
             with_every_format = name in WITH_EVERY_FORMAT
             if few:
                 default = (of_numbers and name in FEW) or (with_every_format and (of_numbers or of_bytes))
-                in_ci = of_numbers or with_every_format
+                in_ci = with_every_format
             else:
                 default = of_numbers or with_every_format
                 in_ci = of_bytes

@@ -1,9 +1,9 @@
 """Comparison in three steps: the positions of inf and NaN, each element, the whole array."""
 
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.testing.compare import EPSILON
+from support.arrays import as_float64
 
 
 def assert_same_bits(actual, expected, what=""):
@@ -28,7 +28,7 @@ def assert_close(actual, expected, *, dtype=None, roundings=4, magnitude=None, w
     tolerance.  The whole, by norm, may be off by half as many roundings.
     """
     dtype = str(dtype or actual.dtype)
-    actual, expected = np.asarray(jnp.asarray(actual).astype(jnp.float32), np.float64), np.asarray(expected, np.float64)
+    actual, expected = as_float64(actual), np.asarray(expected, np.float64)
     assert actual.shape == expected.shape, (what, actual.shape, expected.shape)
     for name, test in (("NaN", np.isnan), ("+inf", np.isposinf), ("-inf", np.isneginf)):
         assert np.array_equal(test(actual), test(expected)), f"{what}: {name} at other places than expected"

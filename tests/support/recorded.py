@@ -10,6 +10,9 @@ from jaxkv import models
 FOLDER = Path(__file__).parents[1] / "data" / "models"
 """A checkpoint per family, made by `record.py` there."""
 
+DISTINCT = ("deepseek_v32", "deepseek_v4", "gpt_oss", "kimi_linear", "llama", "longcat_flash", "qwen3_next")
+"""Families whose layers differ most."""
+
 
 @cache
 def model(family):

@@ -52,7 +52,7 @@ def broken(monkeypatch):
     return add
 
 
-@pytest.mark.ci  # as `jaxkv verify` does
+@pytest.mark.slow  # `jaxkv verify` is a step of .ci/run
 @pytest.mark.parametrize("operation", families.OPERATIONS)
 def test_xla_is_right(operation, capsys):
     seed = families.OPERATIONS.index(operation)
@@ -157,13 +157,13 @@ def counts_empty_parts(kernel):
 
 FAULTS = [
     ("decode_mla", packed_pages),
-    further("decode_mla", one_token_more),
-    ("decode_mla", slightly_off),
+    slow("decode_mla", one_token_more),
+    further("decode_mla", slightly_off),
     slow("decode_kv", packed_pages),
-    ("decode_kv", drops_a_request),
+    further("decode_kv", drops_a_request),
     further("indexer_logits", one_token_more),
     ("gather_mla", packed_pages),
-    further("gather_kv", ignores_where_runs_start),
+    slow("gather_kv", ignores_where_runs_start),
     slow("write_mla", packed_pages),
     slow("write_kv", touches_a_neighbour),
     further("write_indexer_k", writes_slot_0_for_none),
@@ -395,7 +395,7 @@ def test_weights_of_experts_sum_to_1():
 def test_sparse_attention_is_batch_invariant_where_it_is_supported(monkeypatch):
     assume_available(monkeypatch, "mosaic_gpu")
     seeds = range(
-        families.OPERATIONS.index("decode_mla_sparse"), 20 * len(families.OPERATIONS), len(families.OPERATIONS)
+        families.OPERATIONS.index("decode_mla_sparse"), 12 * len(families.OPERATIONS), len(families.OPERATIONS)
     )
     assert {"batch_invariant" in families.draw_case(seed, "mosaic_gpu").extras for seed in seeds} == {False, True}
     assert not any("batch_invariant" in families.draw_case(seed, "xla").extras for seed in seeds)

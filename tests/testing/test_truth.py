@@ -11,6 +11,7 @@ import jaxkv
 from jaxkv.testing import families, layouts
 from jaxkv.testing.buffers import address_map, packed_twin, to_bytes, to_cache
 from support import oracle, scenes
+from support.arrays import as_float64
 from support.cases import slow
 from support.compare import assert_close, assert_same_bits
 
@@ -173,7 +174,7 @@ def test_attention(operation, seed):
     for case, draw, rng in cases(operation, seed):
         cache, parts = filled(case, draw, rng)
         (out, lse, *_), values = called(case, cache, draw, rng)
-        queries = [np.asarray(x.astype(jnp.float32), np.float64) for x in values]
+        queries = [as_float64(x) for x in values]
         if "q_scale" in draw.keywords:
             count = 1 if operation == "decode_kv" else 2
             queries[:count] = [

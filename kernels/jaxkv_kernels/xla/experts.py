@@ -12,6 +12,7 @@ from jaxkv_kernels.tile_scaled import TileScaled
 from jaxkv_kernels.xla.paged import walk
 
 
+@jax.jit
 def select_experts(call: SelectExperts) -> tuple[jax.Array, jax.Array]:
     """Top-k routing: the choices [T, K] of tokens, and their weights."""
     scores, leaders = SCORES[call.scoring](call.logits), 1 if call.scoring == "softmax" else 2

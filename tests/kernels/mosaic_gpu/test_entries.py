@@ -16,6 +16,7 @@ from jaxkv_kernels.mosaic_gpu.entry_lanes import teams
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, interpreting
 from support import suites
+from support.arrays import as_float64
 from support.cases import slow
 from support.compare import assert_close, assert_same_bits
 from support.hopper import on_gpus
@@ -104,7 +105,7 @@ def test_partial_results_are_merged(parts, dtype):
     found = jaxkv.merge_states(outs, lses, implementation="mosaic_gpu")
     right = jaxkv.merge_states(outs, lses, implementation="xla")
     for one, other in zip(found, right, strict=True):
-        assert_close(one, np.asarray(other.astype(jnp.float32), np.float64))
+        assert_close(one, as_float64(other))
 
 
 @pytest.mark.parametrize("parts", [2, 20])

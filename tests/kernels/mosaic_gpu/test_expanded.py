@@ -7,6 +7,7 @@ import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
 
 from jaxkv_kernels.mosaic_gpu import prefill
+from support.arrays import as_float64
 from support.cases import further, slow
 from support.compare import assert_close
 from support.hopper import on_hopper
@@ -35,7 +36,7 @@ def check(tokens, keys, heads, lengths, dtype="bfloat16", *, splits, offset=None
     assert out.shape == (splits, len(lengths), tokens, heads, VALUE)
     assert out.dtype == dtype
     assert lse.shape == out.shape[:-1]
-    q, k_nope, k_pe, v = (np.asarray(array.astype(jnp.float32), np.float64) for array in arrays)
+    q, k_nope, k_pe, v = (as_float64(array) for array in arrays)
     scores = np.einsum("bqhd,bshd->bqhs", q[..., :NOPE], k_nope) + np.einsum("bqhd,bsd->bqhs", q[..., NOPE:], k_pe)
     scores = 0.07 * scores if cap is None else cap * np.tanh(0.07 * scores / cap)
     key = np.arange(keys)
@@ -49,7 +50,7 @@ def check(tokens, keys, heads, lengths, dtype="bfloat16", *, splits, offset=None
     expected = np.einsum("bqhs,bshd->bqhd", weights, v) / np.where(total, total, 1)[..., None]
     shares = np.exp(np.asarray(lse, np.float64))
     assert_close(jnp.asarray(shares.sum(axis=0), jnp.float32), total, roundings=64)
-    parts = np.asarray(out.astype(jnp.float32), np.float64) * shares[..., None]
+    parts = as_float64(out) * shares[..., None]
     found = jnp.asarray(parts.sum(axis=0) / np.where(total, total, 1)[..., None], jnp.float32)
     assert_close(found, expected, dtype=dtype, roundings=4)
     empty = np.isneginf(np.asarray(lse))

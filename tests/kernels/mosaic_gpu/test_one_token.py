@@ -10,6 +10,7 @@ import jaxkv
 from jaxkv.models.layers.feed_forward import dense
 from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import MOST_PARTS, inner_parts
 from support import oracle
+from support.arrays import as_float64
 from support.available import assume_available
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper
@@ -30,10 +31,6 @@ def swiglu_of_one(*arrays, **limit):
     return jaxkv.grouped_swiglu(*args, **options, **limit, implementation="mosaic_gpu")
 
 
-def in_float64(array):
-    return np.asarray(array.astype(jnp.float32), np.float64)
-
-
 def check_dense(width, inner, dtype, **limit):
     """The result is that of float64."""
     x = normal(0, 1, width, dtype=dtype)
@@ -42,7 +39,7 @@ def check_dense(width, inner, dtype, **limit):
     found = jax.jit(lambda *args: swiglu_of_one(*args, **limit))(x, gate, up, down)
     assert found.dtype == dtype
     one = np.zeros((1, 1), np.int32), np.ones((1, 1))
-    expected = oracle.experts(in_float64(x), *one, *(in_float64(matrix)[None] for matrix in (gate, up, down)), **limit)
+    expected = oracle.experts(as_float64(x), *one, *(as_float64(matrix)[None] for matrix in (gate, up, down)), **limit)
     assert_close(found, expected, roundings=4, magnitude=1)
     assert_same_bits(jax.jit(lambda *args: swiglu_of_one(*args, **limit))(x, gate, up, down), found)
 

@@ -11,6 +11,7 @@ from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from support import kernels, suites
+from support.arrays import as_float64
 from support.cases import each_value, further, slow
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
@@ -141,7 +142,7 @@ class Mosaic:
         right_out, right_lse = self.truth(q, chosen, scene)
         scaled = {name: kv_scale * 2.0**power, "scale": 0.11 * 2.0**-power}
         out, lse = self.decode(q, cache, chosen, 1, scene, **scaled)
-        out = np.asarray(out.astype(jnp.float32), np.float64) * 2.0**-power
+        out = as_float64(out) * 2.0**-power
         assert_close(out, right_out, dtype="bfloat16", roundings=4, magnitude=1, what="out")
         assert_close(lse, right_lse, dtype="float32", roundings=64, magnitude=4, what="lse")
 

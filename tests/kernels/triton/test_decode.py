@@ -202,7 +202,7 @@ REQUESTS = array("int32", 64, 64), array("int32", 64)
         ("nvfp4_ds_mla", 128, 1),
         ("mxfp4_ds_mla", 128, 1),
     ],
-    4,
+    3,
 )
 def test_latents_compile_at_the_sizes_of_models(form, heads, tokens, capability):
     dtype = "float16" if form == "f16" else "bfloat16"
@@ -243,7 +243,7 @@ def test_two_programs_of_few_heads_share_a_multiprocessor(form):
         ("int8", (128, 128), 8, 1, {}),
         ("nvfp4", (128, 128), 8, 1, {"k_scale": 1.0, "v_scale": 1.0}),
     ],
-    4,
+    3,
 )
 def test_pairs_compile_at_the_sizes_of_models(form, sizes, sharing, tokens, options, capability):
     q = array({"f16": "float16", "f32": "float32"}.get(form, "bfloat16"), 64, tokens, 8 * sharing, sizes[0])

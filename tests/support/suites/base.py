@@ -9,6 +9,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
+from support.arrays import on_device
 from support.cases import each_format
 from support.compare import assert_close, assert_same_bits
 
@@ -35,7 +36,7 @@ def assert_a_scan_stacks(call, cache):
     def stacked(cache, layers):
         return jax.lax.scan(lambda carry, layer: (carry, call(cache, layer)), 0, layers)[1]
 
-    for found, one in zip(stacked(cache, jnp.asarray([1, 1, 1])), call(cache, 1), strict=True):
+    for found, one in zip(stacked(cache, on_device([1, 1, 1])), call(cache, 1), strict=True):
         for i in range(3):
             assert_same_bits(found[i], one)
 
@@ -60,7 +61,9 @@ def without_signs(scene):
 def check_ragged(found, right, edges, roundings):
     """Compares out and lse [T, ...] with lists of those of each request, whose tokens lie between `edges`."""
     tolerances = (roundings, 1), (64, 4)
-    for x, per_request, empty, (most, magnitude) in zip(found, right, (0, -np.inf), tolerances, strict=True):
+    for x, per_request, empty, (most, magnitude) in zip(
+        map(np.asarray, found), right, (0, -np.inf), tolerances, strict=True
+    ):
         for a, b, expected in zip(edges[:-1], edges[1:], per_request, strict=True):
             if a < b:
                 assert_close(x[a:b], expected, roundings=most, magnitude=magnitude)

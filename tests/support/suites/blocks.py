@@ -7,6 +7,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import entry_bytes, to_bytes, to_cache
 from support import scenes
+from support.arrays import on_device
 from support.cases import apart, on_layouts
 from support.compare import assert_same_bits
 from support.suites.base import Suite, formats, layout_of
@@ -32,7 +33,7 @@ class BlockChecks(Suite):
         src = [3, 1, 1, 0, 2, -1, layout.num_blocks, 5, 2]
         dst = [1, 3, last, 2, 4, 5, 5, -2, 2**31 - 1]
         cache = to_cache(layout, before)
-        after = self.run(jaxkv.copy_blocks, cache, jnp.asarray(src, jnp.int32), jnp.asarray(dst, jnp.int32))
+        after = self.run(jaxkv.copy_blocks, cache, on_device(src, jnp.int32), on_device(dst, jnp.int32))
         expected = before.copy()
         for target, source in zip(self.blocks(layout, expected), self.blocks(layout, before), strict=True):
             for s, d in zip(src[:5], dst[:5], strict=True):
@@ -41,14 +42,12 @@ class BlockChecks(Suite):
 
     def check_travel(self, layout, before):
         """Blocks of one cache over others of another; bad ids give 0, and are skipped."""
-        rows = self.run(jaxkv.read_blocks, to_cache(layout, before), jnp.asarray([5, 0, 5, -1, 99]))
+        rows = self.run(jaxkv.read_blocks, to_cache(layout, before), on_device([5, 0, 5, -1, 99]))
         assert rows.shape == (5, layout.block_nbytes // layout.itemsize)
         rows = np.asarray(rows)
         assert not rows[3:].view(np.uint8).any()
         other, last = scenes.garbage(layout, np.random.default_rng(9), "random"), layout.num_blocks - 1
-        after = self.run(
-            jaxkv.write_blocks, to_cache(layout, other), jnp.asarray([2, last, -1, 99]), jnp.asarray(rows[:4])
-        )
+        after = self.run(jaxkv.write_blocks, to_cache(layout, other), on_device([2, last, -1, 99]), on_device(rows[:4]))
         expected = other.copy()
         for target, source in zip(self.blocks(layout, expected), self.blocks(layout, before), strict=True):
             target[2], target[last] = source[5], source[0]
@@ -88,8 +87,8 @@ class Blocks(BlockChecks):
         assert pairs, "a packed layer-major cache and a packed block-major one have the same blocks"
         for source, target in pairs:
             before = scenes.garbage(source, np.random.default_rng(2), "random")
-            rows = self.run(jaxkv.read_blocks, to_cache(source, before), jnp.asarray([3, 5]))
-            after = self.run(jaxkv.write_blocks, jaxkv.KVCache.zeros(target), jnp.asarray([6, 0]), rows)
+            rows = self.run(jaxkv.read_blocks, to_cache(source, before), on_device([3, 5]))
+            after = self.run(jaxkv.write_blocks, jaxkv.KVCache.zeros(target), on_device([6, 0]), rows)
             for layer in range(source.num_layers):
                 moved = scenes.fetch(target, to_bytes(after), layer)[np.asarray([6, 0])]
                 assert_same_bits(moved, scenes.fetch(source, before, layer)[np.asarray([3, 5])])

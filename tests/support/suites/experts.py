@@ -10,6 +10,7 @@ import pytest
 import jaxkv
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
 from support import oracle
+from support.arrays import as_float64, on_device
 from support.cases import further
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import Suite
@@ -20,13 +21,13 @@ def arguments(tokens, *, dtype="bfloat16", count=8, chosen=2, width=128, inner=1
     rng = np.random.default_rng(seed)
 
     def normal(*shape, scale=1.0):
-        return jnp.asarray(scale * rng.standard_normal(shape, np.float32), dtype)
+        return on_device(scale * rng.standard_normal(shape, np.float32), dtype)
 
     gate, up = (normal(count, inner, width, scale=width**-0.5) for _ in range(2))
     experts = np.argsort(rng.random((tokens, count)), axis=1)[:, :chosen]
-    shares = jnp.asarray(rng.random((tokens, chosen)), jnp.float32)
+    shares = on_device(rng.random((tokens, chosen)), jnp.float32)
     down = normal(count, width, inner, scale=inner**-0.5)
-    return [normal(tokens, width), jnp.asarray(experts, jnp.int32), shares, gate, up, down]
+    return [normal(tokens, width), on_device(experts, jnp.int32), shares, gate, up, down]
 
 
 def scaled(arguments, *, e4m3_products=False):
@@ -38,8 +39,7 @@ def scaled(arguments, *, e4m3_products=False):
 
 def in_float64(array):
     """The values of an array or of a weight in float8."""
-    array = array.dequantised(jnp.float32) if isinstance(array, TileScaled) else array.astype(jnp.float32)
-    return np.asarray(array, np.float64)
+    return as_float64(array.dequantised(jnp.float32) if isinstance(array, TileScaled) else array)
 
 
 class ExpertChecks(Suite):
@@ -59,7 +59,7 @@ class ExpertChecks(Suite):
         rng, (x, experts, shares, *matrices) = np.random.default_rng(1), arguments
         width = x.shape[1]
         shapes = (inner, width), (inner, width), (width, inner)
-        shared = tuple(jnp.asarray(rng.standard_normal(shape) * shape[1] ** -0.5, x.dtype) for shape in shapes)
+        shared = tuple(on_device(rng.standard_normal(shape) * shape[1] ** -0.5, x.dtype) for shape in shapes)
         found = self.run(jaxkv.grouped_swiglu, *arguments, shared=shared, **limit)
         assert found.dtype == x.dtype
         one = np.zeros((len(x), 1), np.int32), np.ones((len(x), 1))
@@ -77,7 +77,7 @@ class ExpertChecks(Suite):
     def check_biases(self, arguments):
         """The same with biases, the limit and the activation of GPT-OSS; choices of missing experts are skipped."""
         rng, (x, experts, shares, *matrices) = np.random.default_rng(2), arguments
-        biases = tuple(jnp.asarray(rng.standard_normal(matrix.shape[:2]), x.dtype) for matrix in matrices)
+        biases = tuple(on_device(rng.standard_normal(matrix.shape[:2]), x.dtype) for matrix in matrices)
         kind = {"limit": 1.5, "alpha": 1.7}
         arguments = x, experts.at[0, -1].set(-1), shares, *matrices
         found = self.run(jaxkv.grouped_swiglu, *arguments, biases=biases, **kind)
@@ -158,7 +158,7 @@ class Experts(ExpertChecks):
         x, *rest = arguments(30)
         right = self.run(jaxkv.grouped_swiglu, x, *rest)
         found = self.run(jaxkv.grouped_swiglu, x.at[4].set(jnp.nan).at[5].set(jnp.inf), *rest)
-        assert_same_bits(jnp.delete(found, jnp.asarray([4, 5]), axis=0), jnp.delete(right, jnp.asarray([4, 5]), axis=0))
+        assert_same_bits(jnp.delete(found, on_device([4, 5]), axis=0), jnp.delete(right, on_device([4, 5]), axis=0))
 
     def test_shares_of_padding_do_not_count(self):
         x, experts, shares, *matrices = arguments(6)

@@ -9,6 +9,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import to_cache
 from support import oracle, scenes
+from support.arrays import on_device
 from support.cases import apart, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import UNUSED_SUMS, Suite, formats, full_tables, layout_of, with_unused_requests
@@ -27,8 +28,8 @@ class GatherChecks(Suite):
         found = self.run(
             operations[type(scene.entry)],
             cache,
-            jnp.asarray(scene.tables),
-            jnp.asarray(cu_seq_lens, jnp.int32),
+            on_device(scene.tables),
+            on_device(cu_seq_lens, jnp.int32),
             layer=layer,
             **scene.scale_arguments(),
             **keywords,
@@ -53,7 +54,7 @@ class GatherChecks(Suite):
         plain = entry.format in oracle.PLAIN
         keywords = {"total": int(cu_seq_lens[-1]) + 7, "dtype": entry.dtype if plain else jnp.float32}
         if any(first for first, _ in runs):
-            keywords["seq_starts"] = jnp.asarray([first for first, _ in runs], jnp.int32)
+            keywords["seq_starts"] = on_device([first for first, _ in runs], jnp.int32)
         found = self.gather(scene.cache(layout, layer), scene, cu_seq_lens, layer, **keywords)
         twin = self.gather(scene.twin(layout), scene, cu_seq_lens, 0, **keywords)
         for part, packed, right in zip(found, twin, self.expected(scene, runs, keywords["total"]), strict=True):
@@ -108,9 +109,9 @@ class Gathers(GatherChecks):
 
     def test_tokens_outside_the_table_or_the_cache_are_zero(self):
         entry = scenes.MLA_ENTRIES[2]
-        tables = jnp.asarray([[-1, 3], [scenes.BLOCKS, 2**31 - 1]], jnp.int32)
+        tables = on_device([[-1, 3], [scenes.BLOCKS, 2**31 - 1]], jnp.int32)
         cache = to_cache(layout := layout_of("BLNHC", entry, block_size=16), scenes.garbage(layout, None))
-        cu_seq_lens = jnp.asarray([0, 16, 70], jnp.int32)
+        cu_seq_lens = on_device([0, 16, 70], jnp.int32)
         kv_c, k_pe = self.run(jaxkv.gather_mla, cache, tables, cu_seq_lens, layer=0, total=70, dtype=jnp.float32)
         assert not np.asarray(kv_c).any()
         assert not np.asarray(k_pe).any()
@@ -119,7 +120,7 @@ class Gathers(GatherChecks):
     def test_tokens_past_the_table_are_zero(self, entry):
         heads = 1 if entry.one_head else 2
         scene = full_tables(entry, num_heads=heads)
-        cu_seq_lens, starts = [0, 50, 55, 60, 65], jnp.asarray([100, 128, 2**31 - 3, 0], jnp.int32)
+        cu_seq_lens, starts = [0, 50, 55, 60, 65], on_device([100, 128, 2**31 - 3, 0], jnp.int32)
         cache = scene.cache(layout_of("BLNHC", entry, num_heads=heads), 1)
         found = self.gather(cache, scene, cu_seq_lens, 1, total=70, dtype=entry.dtype, seq_starts=starts)
         for n, part in enumerate(found):
@@ -133,7 +134,7 @@ class Gathers(GatherChecks):
         scene = scenes.scene(entry, num_heads=heads, lengths=(70, 65))
         unused, sums = with_unused_requests(scene), np.cumsum([0, *scene.lengths])
         cache = scene.cache(layout_of("BLNHC", entry, num_heads=heads), 1)
-        starts = jnp.asarray([0, 0, -1, 2**31 - 1], jnp.int32)
+        starts = on_device([0, 0, -1, 2**31 - 1], jnp.int32)
         keywords = {"total": 141, "dtype": jnp.float32}
         right = self.gather(cache, scene, sums, 1, **keywords)
         for tail in ((sums[-1], sums[-1]), *UNUSED_SUMS):
@@ -151,10 +152,10 @@ class Gathers(GatherChecks):
     def test_what_was_written_comes_back(self):
         entry = scenes.MLA_ENTRIES[0]
         layout = layout_of("BLNHC", entry)
-        tables = jnp.asarray([[4, 2], [9, 0]], jnp.int32)
-        cu_seq_lens = jnp.asarray([0, 100, 130], jnp.int32)
+        tables = on_device([[4, 2], [9, 0]], jnp.int32)
+        cu_seq_lens = on_device([0, 100, 130], jnp.int32)
         rng = np.random.default_rng(0)
-        kv_c, k_pe = (jnp.asarray(rng.standard_normal((130, n)), jnp.bfloat16) for n in entry.sizes)
+        kv_c, k_pe = (on_device(rng.standard_normal((130, n)), jnp.bfloat16) for n in entry.sizes)
         slots = jaxkv.ragged_slots(tables, cu_seq_lens, total=130, block_size=64)
         cache = self.run(jaxkv.write_mla, jaxkv.KVCache.zeros(layout), kv_c, k_pe, slots, layer=2)
         found = self.run(jaxkv.gather_mla, cache, tables, cu_seq_lens, layer=2, total=130)
@@ -182,7 +183,7 @@ class ReadChecks(Suite):
         used = np.concatenate([scene.slots(request) for request in requests])
         chosen, outside = rng.integers(used.size, size=count), [-1, -(2**31), layout.num_slots, 2**31 - 1]
         order = rng.permutation(count + len(outside))
-        slots = jnp.asarray(np.concatenate([used[chosen], outside])[order], jnp.int32)
+        slots = on_device(np.concatenate([used[chosen], outside])[order], jnp.int32)
         dtype = entry.dtype if entry.format in oracle.PLAIN else jnp.float32
         keywords = {"dtype": dtype, **scene.scale_arguments()}
         found = self.read(scene.cache(layout, layer), slots, layer, **keywords)
@@ -218,16 +219,16 @@ class Reads(ReadChecks):
     @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
     def test_converts_to_the_dtype_asked_for(self, dtype):
         scene = scenes.scene(scenes.MLA_ENTRIES[4])
-        cache, slots = scene.twin(layout_of("BLNHC", scene.entry)), jnp.asarray(scene.slots(3))
+        cache, slots = scene.twin(layout_of("BLNHC", scene.entry)), on_device(scene.slots(3))
         for part, right in zip(self.read(cache, slots, 0, dtype=dtype), scene.parts(3), strict=True):
             assert part.dtype == dtype
             assert_close(part, right[:, 0], roundings=2)
 
     def test_what_was_written_comes_back(self):
         entry, rng = scenes.MLA_ENTRIES[0], np.random.default_rng(0)
-        new = [jnp.asarray(rng.standard_normal((130, n)), jnp.bfloat16) for n in entry.sizes]
+        new = [on_device(rng.standard_normal((130, n)), jnp.bfloat16) for n in entry.sizes]
         cache = jaxkv.KVCache.zeros(layout_of("BLNHC", entry))
-        slots = jnp.asarray(rng.permutation(cache.layout.num_slots)[:130], jnp.int32)
+        slots = on_device(rng.permutation(cache.layout.num_slots)[:130], jnp.int32)
         cache = self.run(jaxkv.write_mla, cache, *new, slots, layer=2)
         for part, right in zip(self.read(cache, slots, 2), new, strict=True):
             assert_same_bits(part, right)
@@ -235,9 +236,9 @@ class Reads(ReadChecks):
     @formats([scenes.MLA_ENTRIES[4], scenes.KV_ENTRIES[0], scenes.INDEXER_ENTRY])
     def test_traced_layer_outside_the_cache_reads_zeros(self, entry):
         layout = layout_of("BLNHC", entry, num_heads=1 if entry.one_head else 2)
-        cache, slots = to_cache(layout, scenes.garbage(layout, None)), jnp.asarray([0, 5, 99])
+        cache, slots = to_cache(layout, scenes.garbage(layout, None)), on_device([0, 5, 99])
         for layer in (-1, layout.num_layers, 2**31 - 1):
-            for part in self.read(cache, slots, jnp.asarray(layer, jnp.int32)):
+            for part in self.read(cache, slots, on_device(layer, jnp.int32)):
                 assert not np.asarray(part, np.float32).any()
 
     def test_no_slots(self):
@@ -273,11 +274,11 @@ class GatherEntriesChecks(Suite):
         found = self.run(
             jaxkv.gather_entries,
             cache,
-            jnp.asarray(scene.tables),
-            jnp.asarray(cu_seq_lens, jnp.int32),
+            on_device(scene.tables),
+            on_device(cu_seq_lens, jnp.int32),
             layer=1,
             total=total,
-            seq_starts=jnp.asarray(starts, jnp.int32),
+            seq_starts=on_device(starts, jnp.int32),
         )
         right = np.zeros((total, heads, entry.nbytes), np.uint8)
         for request, (start, length) in enumerate(zip(starts, lengths, strict=True)):
@@ -301,9 +302,9 @@ class GatherEntries(GatherEntriesChecks):
 
     def test_bytes_outside_the_table_or_the_cache_are_zero(self):
         entry = OF_144_BYTES
-        tables = jnp.asarray([[-1, 3], [scenes.BLOCKS, 2**31 - 1]], jnp.int32)
+        tables = on_device([[-1, 3], [scenes.BLOCKS, 2**31 - 1]], jnp.int32)
         cache = to_cache(layout := layout_of("BLNHC", entry, block_size=16), scenes.garbage(layout, None))
-        cu_seq_lens = jnp.asarray([0, 16, 70], jnp.int32)
+        cu_seq_lens = on_device([0, 16, 70], jnp.int32)
         for layer in (0, jnp.int32(-1), jnp.int32(layout.num_layers)):
             found = self.run(jaxkv.gather_entries, cache, tables, cu_seq_lens, layer=layer, total=80)
             assert not np.asarray(found).any()

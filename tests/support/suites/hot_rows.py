@@ -11,6 +11,7 @@ import pytest
 
 import jaxkv
 from jaxkv import offload
+from support.arrays import on_device
 from support.cases import slow
 from support.compare import assert_same_bits
 
@@ -46,7 +47,7 @@ class HotRowsChecks:
         layout = jaxkv.CacheLayout(
             num_layers=LAYERS, num_blocks=REQUESTS * tokens // BLOCK, block_size=BLOCK, entry=entry, dtype=dtype
         )
-        parts = [jnp.asarray(rng.standard_normal((LAYERS, layout.num_slots, n)), jnp.bfloat16) for n in entry.sizes]
+        parts = [on_device(rng.standard_normal((LAYERS, layout.num_slots, n)), jnp.bfloat16) for n in entry.sizes]
         full = jaxkv.KVCache.zeros(layout)
         for layer in range(LAYERS):
             slots = jnp.arange(layout.num_slots)
@@ -54,13 +55,13 @@ class HotRowsChecks:
         host = offload.HostEntries(layout)
         blocks = rng.permutation(layout.num_blocks)
         host.store(full, blocks, blocks)
-        tables = jnp.asarray(rng.permutation(layout.num_blocks).reshape(REQUESTS, -1), jnp.int32)
+        tables = on_device(rng.permutation(layout.num_blocks).reshape(REQUESTS, -1), jnp.int32)
         hot = offload.HotRows.zeros(host, num_requests=REQUESTS, rows=rows, max_tokens=tokens)
         return host, full, tables, hot
 
     def fetch(self, hot, positions, tables, layer):
         """`HotRows.fetch`, compiled."""
-        return _fetch(hot, jnp.asarray(positions, jnp.int32), tables, layer, implementation=self.implementation)
+        return _fetch(hot, on_device(positions, jnp.int32), tables, layer, implementation=self.implementation)
 
     def write(self, hot, values, positions, tables, layer):
         """`HotRows.write_mla`, compiled; `hot` is donated."""
@@ -68,7 +69,7 @@ class HotRowsChecks:
 
     def assert_same_entries(self, hot, slots, full, tables, positions, layer):
         """The rows at `slots` have the bytes of the tokens, and are -1 for masked ones."""
-        of_tokens = jaxkv.slots_for(tables, jnp.asarray(positions, jnp.int32), block_size=BLOCK)
+        of_tokens = jaxkv.slots_for(tables, on_device(positions, jnp.int32), block_size=BLOCK)
         assert_same_bits(np.asarray(slots) < 0, np.asarray(of_tokens) < 0)
         assert_same_bits(_bytes(hot.cache, slots, layer), _bytes(full, of_tokens, layer))
 
@@ -108,12 +109,12 @@ class HotRows(HotRowsChecks):
     def test_attention_is_bit_equal_to_a_cache_that_fits(self, entry, dtype):
         _host, full, tables, hot = self.make(entry, dtype)
         rng, (latent, rope) = np.random.default_rng(2), entry.sizes
-        q_latent, q_pe = (jnp.asarray(rng.standard_normal((REQUESTS, 1, 4, n)), jnp.float32) for n in (latent, rope))
+        q_latent, q_pe = (on_device(rng.standard_normal((REQUESTS, 1, 4, n)), jnp.float32) for n in (latent, rope))
         for _turn in range(3):
             positions = np.stack([rng.permutation(TOKENS)[None, :20] for _ in range(REQUESTS)])
             hot, slots = self.fetch(hot, positions, tables, 1)
             self.assert_same_entries(hot, slots, full, tables, positions, 1)
-            of_tokens = jaxkv.slots_for(tables, jnp.asarray(positions, jnp.int32), block_size=BLOCK)
+            of_tokens = jaxkv.slots_for(tables, on_device(positions, jnp.int32), block_size=BLOCK)
             attend = jax.jit(
                 lambda cache, slots: jaxkv.decode_mla_sparse(
                     q_latent, q_pe, cache, slots, layer=1, scale=0.1, return_lse=True, implementation="xla"
@@ -144,7 +145,7 @@ class HotRows(HotRowsChecks):
         rng = np.random.default_rng(3)
         for step in range(2):
             positions = np.asarray([[step, 100], [-1, 50 + step], [TOKENS - 1, TOKENS]], np.int32)
-            values = [jnp.asarray(rng.standard_normal((6, n)), jnp.bfloat16) for n in entry.sizes]
+            values = [on_device(rng.standard_normal((6, n)), jnp.bfloat16) for n in entry.sizes]
             hot = self.write(hot, values, positions, tables, jnp.int32(1))
             slots = jaxkv.slots_for(tables, jnp.asarray(positions), block_size=BLOCK).reshape(-1)
             full = jaxkv.write_mla(full, *values, slots, layer=1)
@@ -164,7 +165,7 @@ class HotRows(HotRowsChecks):
         jax.block_until_ready(hot)
         host.blocks[...] = 0
         blank = jaxkv.KVCache.zeros(host.layout)
-        hot, slots = self.fetch(hot.forget(jnp.asarray([True, False, True])), positions, tables, 1)
+        hot, slots = self.fetch(hot.forget(on_device([True, False, True])), positions, tables, 1)
         for request, source in enumerate((blank, full, blank)):
             one = slice(request, request + 1)
             self.assert_same_entries(hot, slots[one], source, tables[one], positions[one], 1)
@@ -211,7 +212,7 @@ class HotRowsMisuse:
 
 def _bytes(cache, slots, layer):
     """The bytes of entries at `slots`, 0 for those that are masked."""
-    slots = jnp.asarray(slots).reshape(-1)
+    slots = on_device(slots).reshape(-1)
     tables = jnp.where(slots < 0, -1, slots // BLOCK)[:, None]
     sums, starts = jnp.arange(len(slots) + 1), jnp.maximum(slots, 0) % BLOCK
     # Each token is a request whose run begins at its place in its block.

@@ -8,6 +8,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import to_cache
 from support import scenes
+from support.arrays import on_device
 from support.compare import assert_same_bits
 from support.suites.base import Suite, layout_of
 from support.suites.blocks import BlockChecks
@@ -49,7 +50,7 @@ class BlocksInScans(BlockChecks):
     @in_two_orders
     def test_a_scan_copies_in_turn(self, order):
         layout, before = self.make(order, MLA)
-        pairs = jnp.asarray([[[0, 1], [1, 2]], [[1, 2], [2, 1]], [[2, 5], [9, 2]]], jnp.int32)
+        pairs = on_device([[[0, 1], [1, 2]], [[1, 2], [2, 1]], [[2, 5], [9, 2]]], jnp.int32)
 
         def in_turn(implementation):
             def body(cache, pair):
@@ -73,7 +74,7 @@ class LargeCaches(Suite):
         layout = jaxkv.CacheLayout(num_layers=3, num_blocks=40_000, block_size=64, entry=MLA, order=order)
         assert layout.size > 2**32
         # Beside the ends, where elements 2**31 and 2**32 lie, in either order.
-        blocks = jnp.asarray([0, 18_254, 18_255, 19_418, 19_419, 36_511, 36_512, 38_836, 38_837, 39_999], jnp.int32)
+        blocks = on_device([0, 18_254, 18_255, 19_418, 19_419, 36_511, 36_512, 38_836, 38_837, 39_999], jnp.int32)
         tables, total = blocks[None], 64 * blocks.size
         slots = jaxkv.slots_for(tables, jnp.arange(total)[None], block_size=64)[0]
         new = [part[:, 0] for part in new_tokens(MLA, 1, total)]
@@ -85,7 +86,7 @@ class LargeCaches(Suite):
                 cache = jaxkv.copy_blocks(cache, blocks, blocks[::-1] - 1, implementation=implementation)
                 rows = jaxkv.read_blocks(cache, blocks, implementation=implementation)
                 cache = jaxkv.write_blocks(cache, blocks - 3, rows, implementation=implementation)
-                sums = jnp.asarray([0, total])
+                sums = on_device([0, total])
                 options = dict(layer=2, total=total, implementation=implementation)
                 parts = jaxkv.gather_mla(cache, tables, sums, **options)
                 return cache, (rows, *parts)

@@ -12,6 +12,7 @@ import jaxkv
 from jaxkv.testing.buffers import to_cache
 from jaxkv_kernels.scores import CHUNK_TOKENS
 from support import scenes
+from support.arrays import as_float64, on_device
 from support.cases import further, on_layouts, slow
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import CLAMPED, OUTSIDE, Suite, dtype_of, formats, full_tables, layout_of
@@ -25,7 +26,7 @@ class IndexerChecks(Suite):
 
     def logits(self, q, weights, cache, scene, layer, max_len, **keywords):
         """float32 [B, Q, max_len]."""
-        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        tables, lengths = on_device(scene.tables), on_device(scene.lengths, jnp.int32)
         options = {"layer": layer, "max_len": max_len, **keywords}
         return self.run(jaxkv.indexer_logits, q, weights, cache, tables, lengths, **options)
 
@@ -33,12 +34,12 @@ class IndexerChecks(Suite):
         """q [B, Q, Hi, D], weights [B, Q, Hi]."""
         rng = np.random.default_rng(13)
         shape = (len(scene.lengths), tokens, heads)
-        q = jnp.asarray(rng.standard_normal((*shape, scene.entry.head_dim))).astype(dtype)
-        return q, jnp.asarray(rng.standard_normal(shape), jnp.float32)
+        q = on_device(rng.standard_normal((*shape, scene.entry.head_dim))).astype(dtype)
+        return q, on_device(rng.standard_normal(shape), jnp.float32)
 
     def truth(self, q, weights, scene, max_len, ends=None):
         """The formula in float64; query tokens see the tokens before `ends` [B, Q], by default up to their own."""
-        q, weights = (np.asarray(x.astype(jnp.float32), np.float64) for x in (q, weights))
+        q, weights = (as_float64(x) for x in (q, weights))
         found = np.full((*q.shape[:2], max_len), -np.inf)
         if ends is None:
             ends = np.asarray(scene.lengths)[:, None] - q.shape[1] + 1 + np.arange(q.shape[1])
@@ -63,11 +64,11 @@ class IndexerChecks(Suite):
         cache = scene.cache(layout_of("BLNHC", entry), 1)
         q, weights = self.arguments(scene, tokens, dtype)
         logits = self.logits(q, weights, cache, scene, 1, 200)
-        tables = jnp.asarray(scene.tables)
+        tables = on_device(scene.tables)
         positions = self.run(jaxkv.select_topk, logits, k)
         right = jaxkv.positions_to_slots(positions, tables, block_size=64)
         found = jaxkv.select_slots(
-            q, weights, cache, tables, jnp.asarray(scene.lengths, jnp.int32), k, layer=1, max_len=200,
+            q, weights, cache, tables, on_device(scene.lengths, jnp.int32), k, layer=1, max_len=200,
             logits_bytes=chunk * 4 * len(scene.lengths) * max(200, weights.shape[2] * CHUNK_TOKENS),
             implementation=self.implementation,
         )  # fmt: skip
@@ -75,7 +76,7 @@ class IndexerChecks(Suite):
 
     def check_topk(self, logits, k):
         """The positions are those of a stable sort."""
-        found = self.run(jaxkv.select_topk, jnp.asarray(logits), k)
+        found = self.run(jaxkv.select_topk, on_device(logits), k)
         assert found.dtype == jnp.int32
         order = np.argsort(-logits.astype(np.float64), axis=-1, kind="stable")[..., :k]
         order = np.where(np.take_along_axis(logits, order, -1) == -np.inf, -1, order)
@@ -156,8 +157,8 @@ class Indexer(IndexerChecks):
         full = full_tables(entry)
         cache, (q, weights) = full.cache(layout_of("BLNHC", entry), 1), self.arguments(full, 3, "bfloat16")
         ends = np.asarray([[5, 128, 0], [129, 2**31 - 1, 1], [-1, -(2**31), 64], [65, 63, 100]], np.int32)
-        tables = jnp.asarray(full.tables)
-        found = self.run(jaxkv.indexer_logits, q, weights, cache, tables, jnp.asarray(ends), layer=1, max_len=100)
+        tables = on_device(full.tables)
+        found = self.run(jaxkv.indexer_logits, q, weights, cache, tables, on_device(ends), layer=1, max_len=100)
         assert_close(found, self.truth(q, weights, full, 100, ends.astype(np.int64)), roundings=128)
 
     @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ class Indexer(IndexerChecks):
         scene = scenes.scene(entry)
         cache, edges = scene.cache(layout_of("BLNHC", entry), 1), np.cumsum([0, 0, 1, 7, 0, 65, 3])
         (q,), (weights,) = self.arguments(replace(scene, lengths=(0,)), edges[-1] + 2, "bfloat16")
-        found = self.logits(q, weights, cache, scene, 1, 200, cu_q_lens=jnp.asarray(edges))
+        found = self.logits(q, weights, cache, scene, 1, 200, cu_q_lens=on_device(edges))
         assert found.shape == (len(q), 200)
         for b, (first, last) in enumerate(itertools.pairwise(edges)):
             if first < last:
@@ -198,8 +199,8 @@ class Indexer(IndexerChecks):
         # relu(v) - relu(-v) = v.
         q = jnp.stack([jnp.ones(size), -jnp.ones(size)])[None, None].astype(dtype)
         found = self.run(
-            jaxkv.indexer_logits, q, jnp.asarray([[[1.0, -1.0]]]), to_cache(layout, buffer),
-            jnp.arange(4)[None], jnp.asarray([256]), layer=1, max_len=256,
+            jaxkv.indexer_logits, q, on_device([[[1.0, -1.0]]]), to_cache(layout, buffer),
+            jnp.arange(4)[None], on_device([256]), layer=1, max_len=256,
         )  # fmt: skip
         values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float32)
         assert np.array_equal(found[0, 0, codes], values[codes])
@@ -231,16 +232,16 @@ class Indexer(IndexerChecks):
         logits = rng.integers(0, 9, (4, 3, 50)).astype(np.float32)
         lengths = np.asarray([[0, 1, 50], [51, 49, -1], [7, 2**31 - 1, -(2**31)], [30, 20, 6]], np.int32)
         cut = np.where(np.arange(50) < lengths[..., None], logits, -np.inf).astype(np.float32)
-        right = self.run(jaxkv.select_topk, jnp.asarray(cut), k)
+        right = self.run(jaxkv.select_topk, on_device(cut), k)
         logits[np.arange(50) >= lengths[..., None]] = np.nan
-        assert_same_bits(self.run(jaxkv.select_topk, jnp.asarray(logits), k, lengths=jnp.asarray(lengths)), right)
+        assert_same_bits(self.run(jaxkv.select_topk, on_device(logits), k, lengths=on_device(lengths)), right)
 
     @pytest.mark.parametrize("k", [1, 3, 6, 9])
     def test_select_topk_ranks_nan_first(self, k):
         logits = np.asarray([1, np.nan, np.inf, -np.inf, -np.nan, 2, np.nan], np.float32)
         logits.view(np.uint32)[6] = 0x7F800001  # a NaN of other bits
         order = [1, 4, 6, 2, 5, 0, -1, -1, -1]
-        found = self.run(jaxkv.select_topk, jnp.asarray(logits), k)
+        found = self.run(jaxkv.select_topk, on_device(logits), k)
         assert_same_bits(found, np.asarray(order[:k], np.int32))
 
     @pytest.mark.parametrize("k", [1, 3, 30])
@@ -274,20 +275,20 @@ class Indexer(IndexerChecks):
         groups = {"main": jaxkv.Group(2, main), "indexer": jaxkv.Group(2, entry)}
         packed = jaxkv.PackedLayout(num_blocks=8, block_size=64, groups=groups)
         rng = np.random.default_rng(0)
-        tables, length, k = jnp.asarray([[5, 0, 3]], jnp.int32), 150, 16
+        tables, length, k = on_device([[5, 0, 3]], jnp.int32), 150, 16
         slots = jaxkv.slots_for(tables, jnp.arange(length)[None], block_size=64)[0]
         latent, rope, key = (
-            jnp.asarray(rng.standard_normal((length, n)), ml_dtypes.bfloat16) for n in (*main.sizes, *entry.sizes)
+            on_device(rng.standard_normal((length, n)), ml_dtypes.bfloat16) for n in (*main.sizes, *entry.sizes)
         )
         cache = self.run(jaxkv.write_mla, jaxkv.KVCache.zeros(packed["main"]), latent, rope, slots, layer=1)
         cache = self.run(jaxkv.write_indexer_k, cache.view(packed["indexer"]), key, slots, layer=1)
-        q = jnp.asarray(rng.standard_normal((1, 1, 2, 128)), jnp.float32)
+        q = on_device(rng.standard_normal((1, 1, 2, 128)), jnp.float32)
         logits = self.run(
-            jaxkv.indexer_logits, q, jnp.ones((1, 1, 2)), cache, tables, jnp.asarray([length]), layer=1, max_len=192
+            jaxkv.indexer_logits, q, jnp.ones((1, 1, 2)), cache, tables, on_device([length]), layer=1, max_len=192
         )
         positions = self.run(jaxkv.select_topk, logits, k)
         chosen = jaxkv.positions_to_slots(positions, tables, block_size=64)
         assert np.array_equal(np.sort(chosen[0, 0]), np.sort(slots[np.argsort(-logits[0, 0])[:k]]))
-        q_latent, q_pe = (jnp.asarray(rng.standard_normal((1, 1, 4, n)), jnp.float32) for n in main.sizes)
+        q_latent, q_pe = (on_device(rng.standard_normal((1, 1, 4, n)), jnp.float32) for n in main.sizes)
         out = self.run(jaxkv.decode_mla_sparse, q_latent, q_pe, cache.view(packed["main"]), chosen, layer=1, scale=0.1)
         assert np.isfinite(np.asarray(out)).all()

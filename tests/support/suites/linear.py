@@ -9,6 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv_kernels.tile_scaled import TileScaled, rounded_to_e4m3
+from support.arrays import on_device
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import Suite
 from support.suites.experts import in_float64
@@ -18,7 +19,7 @@ def operands(tokens, width=256, results=192, dtype="bfloat16"):
     """Arguments of `scaled_linear`, whose result is about 1."""
     rng = np.random.default_rng(0)
     weight = rng.standard_normal((results, width), np.float32) * width**-0.5
-    return jnp.asarray(rng.standard_normal((tokens, width), np.float32), dtype), TileScaled.of(jnp.asarray(weight))
+    return on_device(rng.standard_normal((tokens, width), np.float32), dtype), TileScaled.of(jnp.asarray(weight))
 
 
 class Linear(Suite):
@@ -60,7 +61,7 @@ class Linear(Suite):
 
     def test_values_are_rounded_in_the_same_program(self):
         """XLA may leave out a conversion to float8 and back, but weights have the values of float8 all the same."""
-        matrix = jnp.asarray(np.random.default_rng(0).standard_normal((128, 128), np.float32))
+        matrix = on_device(np.random.default_rng(0).standard_normal((128, 128), np.float32))
 
         def product(x, matrix):
             return jaxkv.scaled_linear(x, TileScaled.of(matrix), implementation="xla")

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from support.arrays import on_device
 from support.suites.base import Suite
 
 V2 = {"per_token": 6}
@@ -38,7 +39,7 @@ class RoutingChecks(Suite):
         """Ids and weights are those of float64."""
         logits = np.asarray(logits, np.float32)
         given = None if bias is None else jnp.asarray(bias, jnp.float32)
-        found = self.run(jaxkv.select_experts, jnp.asarray(logits), per_token, bias=given, **options)
+        found = self.run(jaxkv.select_experts, on_device(logits), per_token, bias=given, **options)
         ids, weights = map(np.asarray, found)
         assert ids.dtype == np.int32
         assert weights.dtype == np.float32
@@ -98,10 +99,10 @@ class Routing(RoutingChecks):
     @pytest.mark.parametrize("options", [V2, V3], ids=["v2", "v3"])
     def test_a_token_that_is_not_finite_has_ids_within_range(self, value, options):
         rng = np.random.default_rng(2)
-        logits = jnp.asarray(rng.standard_normal((5, 256)), jnp.float32).at[2, 7].set(value).at[3].set(value)
+        logits = on_device(rng.standard_normal((5, 256)), jnp.float32).at[2, 7].set(value).at[3].set(value)
         ids, weights = self.run(jaxkv.select_experts, logits, **options)
         assert ((ids >= 0) & (ids < 256)).all()
-        others = jnp.asarray([0, 1, 4])
+        others = on_device([0, 1, 4])
         right = self.run(jaxkv.select_experts, logits[others], **options)
         assert (ids[others] == right[0]).all()
         assert (weights[others] == right[1]).all()

@@ -11,6 +11,7 @@ import jaxkv
 from jaxkv.testing.buffers import to_bytes, to_cache
 from jaxkv.testing.layouts import draw_state, draw_strides, pick
 from support import oracle, scenes
+from support.arrays import on_device
 from support.cases import random_numbers
 from support.compare import assert_same_bits
 from support.suites.base import Suite, layout_of
@@ -40,8 +41,8 @@ class StateChecks(Suite):
         """Writes states into garbage and compares the whole buffer."""
         states = states_of(layout.entry, len(slots))
         before = scenes.garbage(layout, np.random.default_rng(5), kind)
-        values = {name: jnp.asarray(x) for name, x in states.items()}
-        cache = self.run(jaxkv.write_state, to_cache(layout, before), values, jnp.asarray(slots), layer=layer)
+        values = {name: on_device(x) for name, x in states.items()}
+        cache = self.run(jaxkv.write_state, to_cache(layout, before), values, on_device(slots), layer=layer)
         assert_same_bits(to_bytes(cache), self.stored(layout, before, layer, slots, states))
 
     def stored(self, layout, before, layer, slots, states):
@@ -60,7 +61,7 @@ class StateChecks(Suite):
         states = states_of(layout.entry, len(known))
         before = scenes.garbage(layout, np.random.default_rng(5))
         cache = to_cache(layout, self.stored(layout, before, layer, known, states))
-        found = self.run(jaxkv.read_state, cache, jnp.asarray(slots, jnp.int32), layer=layer)
+        found = self.run(jaxkv.read_state, cache, on_device(slots, jnp.int32), layer=layer)
         rows = [known.index(slot) if slot in known else -1 for slot in slots]
         assert set(found) == set(states)
         for name, x in states.items():
@@ -103,7 +104,7 @@ class States(StateChecks):
 
         cache = jaxkv.KVCache.zeros(layout)
         for n in range(3):
-            cache = moved(cache, jnp.asarray([n, -1]), jnp.asarray([-n, n + 1]), jnp.int32(n))
+            cache = moved(cache, on_device([n, -1]), on_device([-n, n + 1]), jnp.int32(n))
 
     def test_neighbours_of_random_bytes_survive_in_every_layer(self):
         layout = layout_of("BLNHC", PLAIN, block_size=3)
@@ -125,9 +126,9 @@ class States(StateChecks):
         layout = layout_of("BLNHC", MIXED, block_size=4)
         rng = np.random.default_rng(0)
         states = {name: rng.standard_normal((2, *shape)).astype(np.float32) for name, shape, _ in MIXED.arrays}
-        values = {name: jnp.asarray(x) for name, x in states.items()}
-        cache = self.run(jaxkv.write_state, jaxkv.KVCache.zeros(layout), values, jnp.asarray([5, 2]), layer=0)
-        found = self.run(jaxkv.read_state, cache, jnp.asarray([5, 2]), layer=0)
+        values = {name: on_device(x) for name, x in states.items()}
+        cache = self.run(jaxkv.write_state, jaxkv.KVCache.zeros(layout), values, on_device([5, 2]), layer=0)
+        found = self.run(jaxkv.read_state, cache, on_device([5, 2]), layer=0)
         for name, _, dtype in MIXED.arrays:
             assert_same_bits(found[name], states[name].astype(jnp.dtype(dtype)), name)
 
@@ -135,8 +136,8 @@ class States(StateChecks):
     def test_traced_layer_outside_the_cache_writes_nothing_and_reads_zeros(self, layer):
         layout = layout_of("BLNHC", PLAIN, block_size=4)
         before = scenes.garbage(layout, np.random.default_rng(0), "random")
-        states = {name: jnp.asarray(x) for name, x in states_of(PLAIN, 2).items()}
-        cache, slots, layer = to_cache(layout, before), jnp.asarray([1, 2]), jnp.asarray(layer, jnp.int32)
+        states = {name: on_device(x) for name, x in states_of(PLAIN, 2).items()}
+        cache, slots, layer = to_cache(layout, before), on_device([1, 2]), on_device(layer, jnp.int32)
         assert_same_bits(to_bytes(self.run(jaxkv.write_state, cache, states, slots, layer=layer)), before)
         for x in self.run(jaxkv.read_state, cache, slots, layer=layer).values():
             assert not np.asarray(x).any()
@@ -157,7 +158,7 @@ class States(StateChecks):
     def test_a_scan_over_layers_carries_the_states_on(self):
         """Each layer adds its number to what the layer before it has stored."""
         layout = layout_of("packed, uint8", PLAIN, block_size=4)
-        slots = jnp.asarray([3, 17, -1])
+        slots = on_device([3, 17, -1])
 
         def body(cache, layer):
             read = self.run(jaxkv.read_state, cache, slots, layer=layer - 1)

@@ -8,6 +8,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import to_bytes, to_cache
 from support import oracle, scenes
+from support.arrays import on_device
 from support.cases import apart, further, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import Suite, dtype_of, formats, layout_of
@@ -16,7 +17,7 @@ from support.suites.base import Suite, dtype_of, formats, layout_of
 def new_tokens(entry, num_heads, count, seed=3):
     """Parts [T, H, n_i] as the dtype in which a model has them."""
     rng = np.random.default_rng(seed)
-    return [jnp.asarray(rng.standard_normal((count, num_heads, n)), dtype_of(entry)) for n in entry.sizes]
+    return [on_device(rng.standard_normal((count, num_heads, n)), dtype_of(entry)) for n in entry.sizes]
 
 
 def scales_of(entry, num_heads):
@@ -26,7 +27,7 @@ def scales_of(entry, num_heads):
     if isinstance(entry, jaxkv.MLAEntry):
         return {"kv_scale": 0.04}, (0.04, 0.04)
     heads = np.linspace(0.01, 0.05, num_heads, dtype=np.float32)
-    return {"k_scale": jnp.asarray(heads), "v_scale": 0.02}, (heads[:, None], 0.02)
+    return {"k_scale": on_device(heads), "v_scale": 0.02}, (heads[:, None], 0.02)
 
 
 class WriteChecks(Suite):
@@ -46,7 +47,7 @@ class WriteChecks(Suite):
         parts = new_tokens(entry, heads, len(slots))
         keywords, scales = scales_of(entry, heads)
         before = scenes.garbage(layout, np.random.default_rng(5), kind)
-        cache = self.write(to_cache(layout, before), parts, jnp.asarray(slots, jnp.int32), layer, keywords)
+        cache = self.write(to_cache(layout, before), parts, on_device(slots, jnp.int32), layer, keywords)
         encoded = oracle.encode(entry, parts, scales)
         expected = before.copy()
         entries = scenes.fetch(layout, expected, layer)
@@ -73,8 +74,8 @@ class WriteEntriesChecks(WriteChecks):
         slots = self.slots(layout, rng)
         rows = rng.integers(0, 256, (len(slots), layout.num_heads, entry.nbytes), np.uint8)
         before = scenes.garbage(layout, rng, "random")
-        given = jnp.asarray(rows[:, 0] if entry.one_head else rows)
-        cache = self.run(jaxkv.write_entries, to_cache(layout, before), given, jnp.asarray(slots, jnp.int32), layer=1)
+        given = on_device(rows[:, 0] if entry.one_head else rows)
+        cache = self.run(jaxkv.write_entries, to_cache(layout, before), given, on_device(slots, jnp.int32), layer=1)
         expected = before.copy()
         entries = scenes.fetch(layout, expected, 1)
         for row, slot in zip(rows, slots, strict=True):
@@ -88,11 +89,11 @@ class WriteEntriesChecks(WriteChecks):
         layout, rng = layout_of(name, entry, num_heads=1 if entry.one_head else 2), np.random.default_rng(0)
         slots = jnp.asarray(self.slots(layout, rng), jnp.int32)
         rows = rng.integers(0, 256, (slots.size, layout.num_heads, entry.nbytes), np.uint8)
-        parts = [jnp.asarray(part) for part in np.split(rows.view(entry.values_dtype), entry.sizes[:1], axis=-1)]
+        parts = [on_device(part) for part in np.split(rows.view(entry.values_dtype), entry.sizes[:1], axis=-1)]
         before = scenes.garbage(layout, rng, "random")
         found = self.write(to_cache(layout, before), parts, slots, 1, {})
         right = self.run(
-            jaxkv.write_entries, to_cache(layout, before), jnp.asarray(rows[:, 0] if entry.one_head else rows), slots,
+            jaxkv.write_entries, to_cache(layout, before), on_device(rows[:, 0] if entry.one_head else rows), slots,
             layer=1,
         )  # fmt: skip
         assert_same_bits(to_bytes(found), to_bytes(right))
@@ -141,10 +142,10 @@ class RotatedChecks(WriteChecks):
         cos_sin = rng.integers(-8, 9, (len(slots), entry.sizes[rotary_part(entry)])).astype(np.float32) / 8
         new, expected = self.rotated(entry, heads, len(slots), interleaved, cos_sin)
         scales, _ = scales_of(entry, heads)
-        before, slots = scenes.garbage(layout, rng, "random"), jnp.asarray(slots, jnp.int32)
-        rotation = {"cos_sin": jnp.asarray(cos_sin), "interleaved": interleaved}
+        before, slots = scenes.garbage(layout, rng, "random"), on_device(slots, jnp.int32)
+        rotation = {"cos_sin": on_device(cos_sin), "interleaved": interleaved}
         found = self.write(to_cache(layout, before), new, slots, 1, {**scales, **rotation})
-        expected = [jnp.asarray(part, dtype_of(entry)) for part in expected]
+        expected = [on_device(part, dtype_of(entry)) for part in expected]
         right = self.write(to_cache(layout, before), expected, slots, 1, scales)
         assert_same_bits(to_bytes(found), to_bytes(right))
         assert (to_bytes(found) != before).any()
@@ -181,7 +182,7 @@ class RotatedWrites(RotatedChecks):
         layout = jaxkv.CacheLayout(num_layers=1, num_blocks=1, block_size=64, entry=entry)
         cache = self.run(
             jaxkv.write_mla, jaxkv.KVCache.zeros(layout), latent.astype(dtype), rope.astype(dtype), slots,
-            layer=0, cos_sin=jnp.asarray(cos_sin), interleaved=interleaved,
+            layer=0, cos_sin=on_device(cos_sin), interleaved=interleaved,
         )  # fmt: skip
         stored = jnp.asarray(scenes.fetch(layout, to_bytes(cache), 0)[0, 0, :40].view(np.float32)[:, 64:])
         assert_close(stored.astype(dtype), right, roundings=2, magnitude=2)
@@ -250,7 +251,7 @@ class Writes(WriteChecks):
                 np.full(n, -1e-4),
             ]
         ).astype(np.float32)
-        parts = [jnp.asarray(rows[:, None])] + [jnp.zeros((len(rows), 1, size)) for size in entry.sizes[1:]]
+        parts = [on_device(rows[:, None])] + [jnp.zeros((len(rows), 1, size)) for size in entry.sizes[1:]]
         cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.arange(len(rows)), 0, {})
         entries = scenes.fetch(layout, to_bytes(cache), 0)[0, 0, : len(rows)]
         assert_same_bits(entries, oracle.encode(entry, [part[:, 0] for part in parts]))
@@ -260,14 +261,14 @@ class Writes(WriteChecks):
         layout = layout_of("BLNHC", entry)
         parts = [jnp.ones((1, 1, size)) for size in entry.sizes]
         parts[0] = parts[0].at[0, 0, 3].set(jnp.nan)
-        cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.asarray([7]), 0, {})
+        cache = self.write(jaxkv.KVCache.zeros(layout), parts, on_device([7]), 0, {})
         stored = oracle.decode(entry, scenes.fetch(layout, to_bytes(cache), 0)[0, 0, 7])[0]
         assert np.isnan(stored[3])
 
     def test_fp8_saturates(self):
         layout = layout_of("BLNHC", scenes.MLA_ENTRIES[3])
         parts = [jnp.full((1, 1, size), -1e6, jnp.float32) for size in layout.entry.sizes]
-        cache = self.write(jaxkv.KVCache.zeros(layout), parts, jnp.asarray([0]), 0, {"kv_scale": 0.5})
+        cache = self.write(jaxkv.KVCache.zeros(layout), parts, on_device([0]), 0, {"kv_scale": 0.5})
         stored = oracle.decode(layout.entry, scenes.fetch(layout, to_bytes(cache), 0)[0, 0, 0], (0.5, 0.5))
         assert (stored[0] == -224).all()
 
@@ -289,10 +290,10 @@ class Writes(WriteChecks):
             values = np.arange(2**16, dtype=np.uint16).view(jnp.dtype(dtype))
         values = values.reshape(-1, 64)
         layout = jaxkv.CacheLayout(num_layers=1, num_blocks=16, block_size=64, num_heads=1, entry=entry)
-        parts = [jnp.asarray(values)[:, None], jnp.asarray(values[::-1])[:, None]]
+        parts = [on_device(values)[:, None], on_device(values[::-1])[:, None]]
         cache = self.write(
             jaxkv.KVCache.zeros(layout), parts, jnp.arange(len(values)), 0,
-            {"k_scale": jnp.asarray(scale), "v_scale": jnp.asarray(scale)},
+            {"k_scale": on_device(scale), "v_scale": on_device(scale)},
         )  # fmt: skip
         stored = to_bytes(cache).reshape(-1, entry.nbytes)
         with np.errstate(all="ignore"):
@@ -306,9 +307,7 @@ class Writes(WriteChecks):
         before = scenes.garbage(layout, np.random.default_rng(0), "random")
         parts = new_tokens(layout.entry, 1, 3)
         for layer in (-1, layout.num_layers, 2**31 - 1):
-            after = self.write(
-                to_cache(layout, before), parts, jnp.asarray([0, 5, 99]), jnp.asarray(layer, jnp.int32), {}
-            )
+            after = self.write(to_cache(layout, before), parts, on_device([0, 5, 99]), on_device(layer, jnp.int32), {})
             assert_same_bits(to_bytes(after), before)
 
     def test_no_tokens(self):

@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxkv.masks import Chunked
 from support import scenes
+from support.arrays import on_device
 from support.cases import each_value
 from support.suites.attention.decode_kv import DecodeKVChecks
 from support.suites.attention.decode_mla import DecodeMLAChecks, queries
@@ -58,7 +59,7 @@ class Combinations:
             return
         edges = np.cumsum([0, *RAGGED])
         q = jax.tree.map(lambda x: x[0], self.drawn(entry, 1, edges[-1] + 3))  # with three tokens of no request
-        found = self.decode(q, cache, scene, 1, cu_q_lens=jnp.asarray(edges), **options)
+        found = self.decode(q, cache, scene, 1, cu_q_lens=on_device(edges), **options)
         if mask == "tree":
             options["tree_mask"] = [options["tree_mask"][a:b] for a, b in itertools.pairwise(edges)]
         rows = jax.tree.map(lambda x: [x[a:b] for a, b in itertools.pairwise(edges)], q)

@@ -9,6 +9,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
+from support.arrays import as_float64, on_device
 from support.cases import apart, each_format, each_value, further, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.base import (
@@ -55,11 +56,11 @@ class DecodeKVChecks(Suite):
     def query(self, entry, batch, tokens, heads, dtype=None):
         """q [B, Q, Hq, D]."""
         rng = np.random.default_rng(11)
-        return jnp.asarray(rng.standard_normal((batch, tokens, heads, entry.head_dim)), dtype or dtype_of(entry))
+        return on_device(rng.standard_normal((batch, tokens, heads, entry.head_dim)), dtype or dtype_of(entry))
 
     def decode(self, q, cache, scene, layer, **keywords):
         """out and lse."""
-        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        tables, lengths = on_device(scene.tables), on_device(scene.lengths, jnp.int32)
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_kv, q, cache, tables, lengths, layer=layer, **keywords)
 
@@ -68,7 +69,7 @@ class DecodeKVChecks(Suite):
         found = []
         for request, length in enumerate(scene.lengths):
             tree = None if tree_mask is None else np.asarray(tree_mask[request])
-            wide = np.asarray(q[request].astype(jnp.float32), np.float64)
+            wide = as_float64(q[request])
             seen = oracle.seen_by_last(length, len(wide), window, causal=causal, mask=mask, tree=tree)
             found.append(oracle.attention(wide, *scene.parts(request), scale, seen=seen, **keywords))
         return tuple(zip(*found, strict=True))
@@ -188,7 +189,7 @@ class DecodeKV(DecodeKVChecks):
         tables = scene.tables.copy()
         tables[0, 1], tables[1, 0], tables[2, 0] = scenes.BLOCKS, -7, 2**31 - 1
         out, lse = self.decode(q, cache, replace(scene, tables=tables), 0, window=window)
-        wide = np.asarray(q.astype(jnp.float32), np.float64)
+        wide = as_float64(q)
         for request, kept in enumerate((np.r_[0:16, 32:48], np.r_[0:0], np.r_[16:32])):
             if window is not None:
                 kept = kept[kept >= scene.lengths[request] - window]
@@ -203,7 +204,7 @@ class DecodeKV(DecodeKVChecks):
         full = full_tables(entry, num_heads=2)
         inside, outside = (replace(full, lengths=lengths) for lengths in (CLAMPED, OUTSIDE))
         cache, q = full.cache(layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, 4, 3, 4)
-        tables, lengths = jnp.asarray(full.tables), jnp.asarray(OUTSIDE, jnp.int32)
+        tables, lengths = on_device(full.tables), on_device(OUTSIDE, jnp.int32)
         plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=4, q_len=3, window=window)
         right = self.check(q, cache, inside, 1, window=window)
         for a, b in zip(self.decode(q, cache, outside, 1, window=window, plan=plan), right, strict=True):
@@ -242,7 +243,7 @@ class DecodeKV(DecodeKVChecks):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2)
         q, cache = self.query(entry, len(scene.lengths), 2, 6), scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
-        sinks = jnp.asarray([-1e30, 0.5, 3.0, -2.0, 0.0, 8.0])
+        sinks = on_device([-1e30, 0.5, 3.0, -2.0, 0.0, 8.0])
         _, lse = self.check(q, cache, scene, 1, sinks=sinks, window=window)
         assert_same_bits(lse, self.decode(q, cache, scene, 1, window=window)[1])
 
@@ -260,7 +261,7 @@ class DecodeKV(DecodeKVChecks):
         edges = np.cumsum([0, 0, 1, 7, 1, 65, 3])
         q = self.query(entry, 1, edges[-1] + 3, 6)[0]  # with three tokens of no request
         keywords = {"window": window, "causal": causal}
-        found = self.decode(q, cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
+        found = self.decode(q, cache, scene, 1, cu_q_lens=on_device(edges), **keywords)
         rows = [q[a:b] for a, b in itertools.pairwise(edges)]
         check_ragged(found, self.truth(rows, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
 
@@ -271,7 +272,7 @@ class DecodeKV(DecodeKVChecks):
         q, edges = self.query(entry, 1, 11, 4)[0], np.asarray([0, 2, 3, 8])
 
         def found(tail):
-            return self.decode(q, cache, unused, 1, cu_q_lens=jnp.asarray([*edges, *tail]))
+            return self.decode(q, cache, unused, 1, cu_q_lens=on_device([*edges, *tail]))
 
         right = found((8, 8))
         rows = [q[a:b] for a, b in itertools.pairwise(edges)]
@@ -284,7 +285,7 @@ class DecodeKV(DecodeKVChecks):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2, lengths=(130, 70, 64))
         cache, q = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, 1, 9, 4)[0]
-        found = self.decode(q[:5], cache, scene, 1, cu_q_lens=jnp.asarray([0, 2, 6, 9]))
+        found = self.decode(q[:5], cache, scene, 1, cu_q_lens=on_device([0, 2, 6, 9]))
         right = self.truth([q[:2], q[2:6], q[6:]], scene)
         for x, (first, second, _) in zip(found, right, strict=True):
             expected = np.concatenate([first, second[:3]])
@@ -298,7 +299,7 @@ class DecodeKV(DecodeKVChecks):
             for position in range(first - 6, first + 1):
                 broken = broken.holding(np.nan, request, position, keys)
         layout = layout_of("BLNHC", entry, num_heads=2)
-        q, sums = self.query(entry, 1, 8, 4)[0], jnp.asarray([0, 2, 3, 8])
+        q, sums = self.query(entry, 1, 8, 4)[0], on_device([0, 2, 3, 8])
         right = self.decode(q, scene.cache(layout, 1), scene, 1, window=20, cu_q_lens=sums)
         for a, b in zip(
             self.decode(q, broken.cache(layout, 1), broken, 1, window=20, cu_q_lens=sums), right, strict=True
@@ -323,7 +324,7 @@ class DecodeKV(DecodeKVChecks):
         scene = scenes.scene(entry, num_heads=2)
         cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
         q = self.query(entry, len(scene.lengths), 2, 8)
-        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        tables, lengths = on_device(scene.tables), on_device(scene.lengths, jnp.int32)
         plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=8, q_len=2, window=window)
         planned = self.decode(q, cache, scene, 1, window=window, plan=plan)
         for a, b in zip(planned, self.decode(q, cache, scene, 1, window=window), strict=True):
@@ -376,7 +377,7 @@ class KVWindowsOfBothSides(DecodeKVChecks):
         edges = np.cumsum([0, 0, 3, 7, 1, 65, 70])  # also more tokens than a request has
         q = self.query(entry, 1, edges[-1] + 3, 6)[0]  # with three tokens of no request
         keywords = {"window": window, "causal": False, **options_of(options, 6)}
-        sums, requests = jnp.asarray(edges), (jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32))
+        sums, requests = on_device(edges), (on_device(scene.tables), on_device(scene.lengths, jnp.int32))
         found = self.decode(q, cache, scene, 1, cu_q_lens=sums, **keywords)
         rows = [q[a:b] for a, b in itertools.pairwise(edges)]
         check_ragged(found, self.truth(rows, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
@@ -408,7 +409,7 @@ class KVWindowsOfBothSides(DecodeKVChecks):
         edges = np.arange(len(scene.lengths) + 1) * 3
         for window in (2**31 - 2, 1), (1, 2**31 - 2), (1, 2**31 - 1), (2**40, 2**40):
             keywords = {"window": window, "causal": False}
-            found = self.decode(q.reshape(-1, *q.shape[2:]), cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
+            found = self.decode(q.reshape(-1, *q.shape[2:]), cache, scene, 1, cu_q_lens=on_device(edges), **keywords)
             check_ragged(found, self.truth(q, scene, **keywords), edges, 64 if q.dtype == jnp.float32 else 4)
 
     @pytest.mark.parametrize("ragged", [further(False), True])
@@ -417,7 +418,7 @@ class KVWindowsOfBothSides(DecodeKVChecks):
         scene, layout = scenes.scene(entry, num_heads=2, lengths=(130, 70)), layout_of("BLNHC", entry, num_heads=2)
         q, keywords = self.query(entry, 2, 4, 4), {"window": (20, 1), "causal": False}
         if ragged:
-            q, keywords["cu_q_lens"] = q.reshape(8, *q.shape[2:])[1:], jnp.asarray([0, 3, 7])
+            q, keywords["cu_q_lens"] = q.reshape(8, *q.shape[2:])[1:], on_device([0, 3, 7])
         right = self.decode(q, scene.cache(layout, 1), scene, 1, **keywords)
         broken = scene.holding(np.nan, 0, 106 if ragged else 105).holding(np.nan, 1, 45)  # just before the windows
         for a, b in zip(self.decode(q, broken.cache(layout, 1), broken, 1, **keywords), right, strict=True):
@@ -427,7 +428,7 @@ class KVWindowsOfBothSides(DecodeKVChecks):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2)
         cache, q = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, len(scene.lengths), 3, 6)
-        requests = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        requests = on_device(scene.tables), on_device(scene.lengths, jnp.int32)
         plan = self.run(jaxkv.plan_decode, cache, *requests, num_heads=6, q_len=3, window=(20, 1), causal=False)
         right = self.decode(q, cache, scene, 1, window=(20, 1), causal=False)
         planned = self.decode(q, cache, scene, 1, window=(20, 1), causal=False, plan=plan)

@@ -9,6 +9,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
+from support.arrays import as_float64, on_device
 from support.cases import each_format, each_value, further, on_layouts
 from support.compare import EPSILON, assert_close, assert_same_bits
 from support.suites.attention.decode_kv import BOTH_SIDES, OPTIONS, TOKENS, options_of
@@ -32,7 +33,7 @@ def queries(entry, batch, tokens, heads, dtype=None, seed=7):
     """q_latent, q_pe [B, Q, Hq, n_i]."""
     rng = np.random.default_rng(seed)
     dtype = dtype or dtype_of(entry)
-    return [jnp.asarray(rng.standard_normal((batch, tokens, heads, n)), dtype) for n in entry.sizes]
+    return [on_device(rng.standard_normal((batch, tokens, heads, n)), dtype) for n in entry.sizes]
 
 
 def roundings_of(out):
@@ -46,10 +47,10 @@ def assert_batch_invariant(lengths, heads, form="bf16"):
     scene = scenes.scene(entry, lengths=lengths, num_blocks=blocks)
     cache = scene.cache(layout_of("BLNHC", entry, num_blocks=blocks), 1)
     q = queries(entry, len(lengths), 1, heads)
-    tables, lengths = jnp.asarray(scene.tables), jnp.asarray(lengths, jnp.int32)
+    tables, lengths = on_device(scene.tables), on_device(lengths, jnp.int32)
 
     def decode(rows):
-        rows = jnp.asarray(rows)
+        rows = on_device(rows)
         plan = jaxkv.plan_decode(cache, tables[rows], lengths[rows], num_heads=heads, batch_invariant=True)
         args = (*(x[rows] for x in q), cache, tables[rows], lengths[rows])
         return jaxkv.decode_mla(*args, layer=1, scale=0.11, return_lse=True, plan=plan, **scene.scale_arguments())
@@ -75,13 +76,13 @@ class DecodeMLAChecks(Suite):
 
     def decode(self, q, cache, scene, layer, **keywords):
         """out and lse."""
-        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        tables, lengths = on_device(scene.tables), on_device(scene.lengths, jnp.int32)
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
         return self.run(jaxkv.decode_mla, *q, cache, tables, lengths, layer=layer, **keywords)
 
     def truth(self, q, scene, scale=SCALE, *, causal=True, window=None, mask=None, tree_mask=None, **keywords):
         """out and lse in float64; `q` holds arrays [B, Q, ...], or lists of B arrays [Q, ...]."""
-        q_latent, q_pe = ([np.asarray(x.astype(jnp.float32), np.float64) for x in part] for part in q)
+        q_latent, q_pe = ([as_float64(x) for x in part] for part in q)
         found = []
         for request, length in enumerate(scene.lengths):
             tree = None if tree_mask is None else np.asarray(tree_mask[request])
@@ -185,7 +186,7 @@ class DecodeMLA(DecodeMLAChecks):
         entry = self.entry()
         scene = scenes.scene(entry)
         cache, q = scene.cache(layout_of("BLNHC", entry), 1), queries(entry, len(scene.lengths), 2, 16)
-        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        tables, lengths = on_device(scene.tables), on_device(scene.lengths, jnp.int32)
         plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=16, q_len=2)
         for a, b in zip(self.decode(q, cache, scene, 1, plan=plan), self.decode(q, cache, scene, 1), strict=True):
             assert_same_bits(a, b)
@@ -213,7 +214,7 @@ class DecodeMLA(DecodeMLAChecks):
     def test_sinks(self):
         entry = self.entry()
         scene = scenes.scene(entry)
-        q, sinks = queries(entry, len(scene.lengths), 2, 3), jnp.asarray([-1e30, 0.5, 3.0])
+        q, sinks = queries(entry, len(scene.lengths), 2, 3), on_device([-1e30, 0.5, 3.0])
         _, lse = self.check(q, scene.cache(layout_of("BLNHC", entry), 1), scene, 1, sinks=sinks)
         assert_same_bits(lse, self.decode(q, scene.cache(layout_of("BLNHC", entry), 1), scene, 1)[1])
 
@@ -230,11 +231,11 @@ class DecodeMLA(DecodeMLAChecks):
         scene = scenes.scene(entry)
         cache, edges = scene.cache(layout_of("BLNHC", entry), 1), np.cumsum([0, *counts])
         q = [x[0] for x in queries(entry, 1, edges[-1] + 3, self.heads)]  # with three tokens of no request
-        keywords = {"cu_q_lens": jnp.asarray(edges), "causal": causal}
+        keywords = {"cu_q_lens": on_device(edges), "causal": causal}
         found = self.decode(q, cache, scene, 1, **keywords)
         rows = [[x[a:b] for a, b in itertools.pairwise(edges)] for x in q]
         check_ragged(found, self.truth(rows, scene, causal=causal), edges, roundings_of(found[0]))
-        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        tables, lengths = on_device(scene.tables), on_device(scene.lengths, jnp.int32)
         plan = self.run(
             jaxkv.plan_decode,
             cache,
@@ -306,7 +307,7 @@ class DecodeMLA(DecodeMLAChecks):
         q = jnp.zeros((1, 1, 16, entry.latent), jnp.bfloat16).at[..., 0].set(1)
         out = self.run(
             jaxkv.decode_mla, q, jnp.zeros((1, 1, 16, entry.rope), jnp.bfloat16), cache, jnp.arange(40)[None],
-            jnp.asarray([tokens]), layer=0, kv_scale=1.0, scale=power * np.log(2) / 16,
+            on_device([tokens]), layer=0, kv_scale=1.0, scale=power * np.log(2) / 16,
         )  # fmt: skip
         rest = (tokens - 1) * 2.0**-power
         # All weights but one are the same number: their rounding, and that of the result, do not average out.
@@ -339,7 +340,7 @@ class DecodeMLA(DecodeMLAChecks):
         tables = scene.tables.copy()
         tables[0, 1], tables[1, 0], tables[2, 0] = scenes.BLOCKS, -7, 2**31 - 1
         out, lse = self.run(
-            jaxkv.decode_mla, *q, cache, jnp.asarray(tables), jnp.asarray(scene.lengths), layer=0, scale=SCALE,
+            jaxkv.decode_mla, *q, cache, on_device(tables), on_device(scene.lengths), layer=0, scale=SCALE,
             return_lse=True,
         )  # fmt: skip
         keep = [np.r_[0:16, 32:48], np.r_[0:0], np.r_[16:32]]
@@ -354,7 +355,7 @@ class DecodeMLA(DecodeMLAChecks):
         entry = self.entry()
         inside, outside = (replace(full_tables(entry), lengths=lengths) for lengths in (CLAMPED, OUTSIDE))
         cache, q = full_tables(entry).cache(layout_of("BLNHC", entry), 1), queries(entry, 4, 3, self.heads)
-        tables, lengths = jnp.asarray(outside.tables), jnp.asarray(OUTSIDE, jnp.int32)
+        tables, lengths = on_device(outside.tables), on_device(OUTSIDE, jnp.int32)
         plan = self.run(jaxkv.plan_decode, cache, tables, lengths, num_heads=self.heads, q_len=3)
         right = self.check(q, cache, inside, 1)
         for a, b in zip(self.decode(q, cache, outside, 1, plan=plan), right, strict=True):
@@ -391,7 +392,7 @@ class DecodeMLA(DecodeMLAChecks):
         shifted = np.stack([np.roll(row, -(cut // 64)) for row, cut in zip(scene.tables, first, strict=True)])
         parts = [
             self.run(
-                jaxkv.decode_mla, *q, cache, jnp.asarray(tables), jnp.asarray(n), layer=1, scale=SCALE, return_lse=True
+                jaxkv.decode_mla, *q, cache, on_device(tables), on_device(n), layer=1, scale=SCALE, return_lse=True
             )
             for tables, n in ((scene.tables, first), (shifted, lengths - first))
         ]
@@ -428,7 +429,7 @@ class MLAWindowsOfBothSides(DecodeMLAChecks):
         cache, edges = scene.cache(layout_of("BLNHC", entry), 1), np.cumsum([0, 0, 3, 7, 1, 65, 70])
         q = [x[0] for x in queries(entry, 1, edges[-1] + 3, self.heads)]  # with three tokens of no request
         keywords = {"window": window, "causal": False, **options_of(options, self.heads)}
-        found = self.decode(q, cache, scene, 1, cu_q_lens=jnp.asarray(edges), **keywords)
+        found = self.decode(q, cache, scene, 1, cu_q_lens=on_device(edges), **keywords)
         rows = [[x[a:b] for a, b in itertools.pairwise(edges)] for x in q]
         check_ragged(found, self.truth(rows, scene, **keywords), edges, roundings_of(found[0]))
 

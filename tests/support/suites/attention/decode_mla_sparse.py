@@ -6,6 +6,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
+from support.arrays import as_float64, on_device
 from support.cases import further, on_layouts
 from support.compare import assert_close, assert_same_bits
 from support.suites.attention.decode_mla import SCALE, queries
@@ -40,7 +41,7 @@ class DecodeMLASparseChecks(Suite):
     def decode(self, q, cache, slots, layer, scene, **keywords):
         """out and lse."""
         keywords = {"scale": SCALE, "return_lse": True, **scene.scale_arguments(), **keywords}
-        return self.run(jaxkv.decode_mla_sparse, *q, cache, jnp.asarray(slots), layer=layer, **keywords)
+        return self.run(jaxkv.decode_mla_sparse, *q, cache, on_device(slots), layer=layer, **keywords)
 
     def check(self, q, cache, slots, layer, scene, counts=None, sinks=None, magnitude=1, **keywords):
         """Compares with float64; returns the result."""
@@ -58,7 +59,7 @@ class DecodeMLASparseChecks(Suite):
 
     def truth(self, q, slots, scene, counts=None, sinks=None, extra=None, **keywords):
         """out and lse in float64; `extra` is the scene, slots and counts of a second cache."""
-        wide = np.concatenate([np.asarray(x.astype(jnp.float32), np.float64) for x in q], axis=-1)
+        wide = np.concatenate([as_float64(x) for x in q], axis=-1)
         sources, found = [(scene, slots, counts), *([] if extra is None else [extra])], []
         for b, t in np.ndindex(*slots.shape[:2]):
             parts = [self.chosen(*source, b, t) for source in sources]
@@ -111,7 +112,7 @@ class DecodeMLASparse(DecodeMLASparseChecks):
         scene = scenes.scene(entry, lengths=LENGTHS)
         cache, q = scene.cache(layout_of("BLNHC", entry), 0), queries(entry, 3, 2, 4)
         slots = jnp.asarray(self.choose(scene, 2, 32, np.random.default_rng(1)))
-        outside = jnp.asarray([[33, 5], [-1, 2**31 - 1], [-(2**31), 32]])
+        outside = on_device([[33, 5], [-1, 2**31 - 1], [-(2**31), 32]])
         found, right = (
             self.decode(q, cache, slots, 0, scene, counts=counts) for counts in (outside, jnp.clip(outside, 0, 32))
         )
@@ -149,7 +150,7 @@ class DecodeMLASparse(DecodeMLASparseChecks):
         scene = scenes.scene(entry, lengths=(130, 65))
         cache = scene.cache(layout_of("BLNHC", entry), 1)
         q = queries(entry, 2, 1, 3)
-        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths)
+        tables, lengths = on_device(scene.tables), on_device(scene.lengths)
         positions = jnp.broadcast_to(
             jnp.where(jnp.arange(140) < lengths[:, None], jnp.arange(140), -1)[:, None], (2, 1, 140)
         )
@@ -165,7 +166,7 @@ class MaxLogits(DecodeMLASparseChecks):
 
     def largest(self, q, slots, scene, counts=None, extra=None, cap=None):
         """The largest score of each query token and head in float64, -inf without keys."""
-        wide = np.concatenate([np.asarray(x.astype(jnp.float32), np.float64) for x in q], axis=-1)
+        wide = np.concatenate([as_float64(x) for x in q], axis=-1)
         found = np.full(wide.shape[:-1], -np.inf)
         for b, t in np.ndindex(*slots.shape[:2]):
             sources = [(scene, slots, counts), *([] if extra is None else [extra])]
@@ -212,6 +213,6 @@ class MaxLogits(DecodeMLASparseChecks):
         cache, second = (one.cache(layout_of("BLNHC", entry), 1) for one in (scene, other))
         q, rng = queries(entry, 3, 2, 3), np.random.default_rng(2)
         slots, more = self.choose(scene, 2, 32, rng), self.choose(other, 2, 40, rng)
-        extra = jaxkv.ExtraCache(second, jnp.asarray(more), 1)
+        extra = jaxkv.ExtraCache(second, on_device(more), 1)
         *_, largest = self.decode(q, cache, slots, 1, scene, extra=extra, return_max_logits=True)
         assert_close(largest, self.largest(q, slots, scene, extra=(other, more, None)), roundings=64, magnitude=4)

@@ -1,12 +1,12 @@
 """Sparse MLA decode over two caches in one softmax: each with a format, a layout, block sizes and slots of its own."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jaxkv
 from jaxkv.testing.buffers import to_cache
 from support import scenes
+from support.arrays import on_device
 from support.cases import on_layouts
 from support.compare import assert_same_bits
 from support.suites.attention.decode_mla import queries
@@ -21,13 +21,13 @@ class ExtraSlotsChecks(DecodeMLASparseChecks):
 
     def extra(self, scene, cache, slots, layer, counts=None):
         """The argument `extra`."""
-        counts = None if counts is None else jnp.asarray(counts)
-        return jaxkv.ExtraCache(cache, jnp.asarray(slots), layer, counts, **scene.scale_arguments())
+        counts = None if counts is None else on_device(counts)
+        return jaxkv.ExtraCache(cache, on_device(slots), layer, counts, **scene.scale_arguments())
 
     def decode_two(self, q, first, second, **keywords):
         """out and lse; `first` and `second` are scenes, caches, slots, layers and counts."""
         scene, cache, slots, layer, counts = first
-        counts = None if counts is None else jnp.asarray(counts)
+        counts = None if counts is None else on_device(counts)
         return self.decode(q, cache, slots, layer, scene, counts=counts, extra=self.extra(*second), **keywords)
 
     def check_two(self, q, first, second, **keywords):

@@ -9,6 +9,7 @@ import pytest
 import jaxkv
 from jaxkv import masks
 from support import scenes
+from support.arrays import on_device
 from support.cases import each_value, further, slow
 from support.compare import assert_same_bits
 from support.suites.attention.decode_kv import OPTIONS, DecodeKVChecks, options_of
@@ -58,14 +59,14 @@ class KVMaskChecks(DecodeKVChecks):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2)
         cache = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1)
-        q, sums = self.query(entry, 1, EDGES[-1] + 3, 6)[0], jnp.asarray(EDGES)  # with three tokens of no request
+        q, sums = self.query(entry, 1, EDGES[-1] + 3, 6)[0], on_device(EDGES)  # with three tokens of no request
         given, rows = dict(keywords), [q[a:b] for a, b in itertools.pairwise(EDGES)]
         if tree:
             given["tree_mask"] = np.random.default_rng(5).random((len(q), 65)) < 0.4
             keywords["tree_mask"] = [given["tree_mask"][a:b] for a, b in itertools.pairwise(EDGES)]
         found = self.decode(q, cache, scene, 1, cu_q_lens=sums, **given)
         check_ragged(found, self.truth(rows, scene, **keywords), EDGES, roundings_of(q))
-        requests = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        requests = on_device(scene.tables), on_device(scene.lengths, jnp.int32)
         planned = {name: given[name] for name in given.keys() & {"window", "causal", "mask", "tree_mask"}}
         planned |= {"num_heads": 6, "dtype": q.dtype, "cu_q_lens": sums, "total": len(q)}
         plan = self.run(jaxkv.plan_decode, cache, *requests, **planned)
@@ -91,7 +92,7 @@ class KVTreeMasks(KVMaskChecks):
         entry = self.entry(entry.format)
         scene = scenes.scene(entry, num_heads=2)
         layout, q = layout_of(name, entry, num_heads=2), self.query(entry, len(scene.lengths), 5, 6)
-        keywords = {"tree_mask": jnp.asarray(trees(6, 5))}
+        keywords = {"tree_mask": on_device(trees(6, 5))}
         found = self.check(q, scene.cache(layout, 1), scene, 1, **keywords)
         for a, b in zip(found, self.decode(q, scene.twin(layout), scene, 0, **keywords), strict=True):
             assert_same_bits(a, b)
@@ -119,7 +120,7 @@ class KVTreeMasks(KVMaskChecks):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2)
         cache, q = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, len(scene.lengths), 3, 6)
-        requests, tree = (jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)), trees(6, 3)
+        requests, tree = (on_device(scene.tables), on_device(scene.lengths, jnp.int32)), trees(6, 3)
         plan = self.run(jaxkv.plan_decode, cache, *requests, num_heads=6, q_len=3, tree_mask=tree, dtype=q.dtype)
         right = self.decode(q, cache, scene, 1, tree_mask=tree)
         for a, b in zip(self.decode(q, cache, scene, 1, tree_mask=tree, plan=plan), right, strict=True):
@@ -148,7 +149,7 @@ class MLATreeMasks(DecodeMLAChecks):
         cache, q = scene.cache(layout_of("BLNHC", entry), 1), queries(entry, 1, EDGES[-1] + 3, self.heads)
         q, tree = [x[0] for x in q], np.random.default_rng(5).random((EDGES[-1] + 3, 65)) < 0.4
         keywords = {"window": window, **options_of(options, self.heads)}
-        found = self.decode(q, cache, scene, 1, cu_q_lens=jnp.asarray(EDGES), tree_mask=tree, **keywords)
+        found = self.decode(q, cache, scene, 1, cu_q_lens=on_device(EDGES), tree_mask=tree, **keywords)
         rows, seen = ([[x[a:b] for a, b in itertools.pairwise(EDGES)] for x in part] for part in (q, [tree]))
         check_ragged(found, self.truth(rows, scene, tree_mask=seen[0], **keywords), EDGES, roundings_of(found[0]))
 
@@ -156,7 +157,7 @@ class MLATreeMasks(DecodeMLAChecks):
     def test_layouts_and_formats(self, entry, name):
         entry = self.entry(entry.format)
         scene, layout = scenes.scene(entry), layout_of(name, entry)
-        q, keywords = queries(entry, len(scene.lengths), 5, self.heads), {"tree_mask": jnp.asarray(trees(6, 5))}
+        q, keywords = queries(entry, len(scene.lengths), 5, self.heads), {"tree_mask": on_device(trees(6, 5))}
         found = self.check(q, scene.cache(layout, 1), scene, 1, **keywords)
         for a, b in zip(found, self.decode(q, scene.twin(layout), scene, 0, **keywords), strict=True):
             assert_same_bits(a, b)
@@ -209,7 +210,7 @@ class KVMasks(KVMaskChecks):
         entry = self.entry()
         scene = scenes.scene(entry, num_heads=2)
         cache, q = scene.cache(layout_of("BLNHC", entry, num_heads=2), 1), self.query(entry, len(scene.lengths), 3, 6)
-        requests, keywords = (jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)), {"mask": INTERVALS[2]}
+        requests, keywords = (on_device(scene.tables), on_device(scene.lengths, jnp.int32)), {"mask": INTERVALS[2]}
         plan = self.run(jaxkv.plan_decode, cache, *requests, num_heads=6, q_len=3, dtype=q.dtype, **keywords)
         right = self.decode(q, cache, scene, 1, **keywords)
         for a, b in zip(self.decode(q, cache, scene, 1, plan=plan, **keywords), right, strict=True):

@@ -8,6 +8,7 @@ import pytest
 
 import jaxkv
 from support import oracle
+from support.arrays import on_device
 from support.compare import assert_close
 from support.suites.base import Suite
 
@@ -21,8 +22,8 @@ class Merge(Suite):
         q, k, v = (rng.standard_normal(shape) for shape in ((2, 4, 16), (90, 4, 16), (90, 4, 8)))
         cuts = [0, 0, 13, 13, 64, 90]  # two of the parts are empty
         parts = [oracle.attention(q, k[a:b], v[a:b], 0.5) for a, b in pairwise(cuts)]
-        outs = jnp.asarray(np.stack([out for out, _ in parts])).astype(dtype)
-        lses = jnp.asarray(np.stack([lse for _, lse in parts]), jnp.float32)
+        outs = on_device(np.stack([out for out, _ in parts])).astype(dtype)
+        lses = on_device(np.stack([lse for _, lse in parts]), jnp.float32)
         out, lse = self.run(jaxkv.merge_states, outs, lses)
         right_out, right_lse = oracle.attention(q, k, v, 0.5)
         assert out.dtype == dtype
@@ -32,7 +33,7 @@ class Merge(Suite):
     @pytest.mark.parametrize("sign", [-np.inf, np.inf, np.nan])
     def test_empty_parts_weigh_nothing_whatever_they_hold(self, sign):
         outs = [jnp.full((3, 2), jnp.nan), jnp.ones((3, 2)), jnp.full((3, 2), jnp.inf)]
-        lses = [jnp.full(3, sign, jnp.float32), jnp.asarray([0.5, -2.0, sign], jnp.float32), jnp.full(3, sign)]
+        lses = [jnp.full(3, sign, jnp.float32), on_device([0.5, -2.0, sign], jnp.float32), jnp.full(3, sign)]
         out, lse = self.run(jaxkv.merge_states, outs, lses)
         assert_close(out, np.asarray([[1, 1], [1, 1], [0, 0]], np.float64), roundings=0)
         assert_close(lse, np.asarray([0.5, -2.0, -np.inf]), roundings=0)

@@ -8,6 +8,7 @@ import pytest
 
 import jaxkv
 from support import oracle, scenes
+from support.arrays import as_float64, on_device
 from support.cases import each_value, further, slow
 from support.compare import assert_same_bits
 from support.suites.attention.decode_kv import OPTIONS, DecodeKVChecks, options_of
@@ -49,11 +50,11 @@ class SharedPrefixChecks(Suite):
 
     def attend(self, scene, cache, q, several, **keywords):
         """out and lse."""
-        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        tables, lengths = on_device(scene.tables), on_device(scene.lengths, jnp.int32)
         count = len(PREFIXES)
         prefix = {"prefix_tables": tables[0], "prefix_lens": lengths[0]}
         if several:
-            prefix = {"prefix_tables": tables[:count], "prefix_lens": lengths[:count], "prefix_of": jnp.asarray(OF)}
+            prefix = {"prefix_tables": tables[:count], "prefix_lens": lengths[:count], "prefix_of": on_device(OF)}
         requests, options = (tables[count:], lengths[count:]), {"scale": SCALE, "return_lse": True}
         return self.run(self.operation(), *q, cache, *requests, layer=LAYER, **options, **prefix, **keywords)
 
@@ -78,13 +79,13 @@ class SharedPrefixChecks(Suite):
         edges = np.cumsum([0, *Q_LENS]) if tokens == "ragged" else np.arange(len(OWN) + 1) * count
         q = self.drawn(edges[-1] + 2 if tokens == "ragged" else edges[-1])
         if tokens == "ragged":
-            given, keywords["cu_q_lens"] = q, jnp.asarray(edges)
+            given, keywords["cu_q_lens"] = q, on_device(edges)
         else:
             axes = (len(OWN), count) if isinstance(tokens, int) else (len(OWN),)
             given = [x.reshape(*axes, *x.shape[1:]) for x in q]
         found = self.attend(scene, cache, given, several, **keywords)
         keywords.pop("cu_q_lens", None)
-        wide = np.concatenate([np.asarray(x.astype(jnp.float32), np.float64) for x in q], axis=-1)
+        wide = np.concatenate([as_float64(x) for x in q], axis=-1)
         right = self.truth(scene, [wide[a:b] for a, b in itertools.pairwise(edges)], several, **keywords)
         assert found[0].dtype == q[0].dtype
         out, lse = (np.asarray(x).reshape(len(wide), HEADS, *x.shape[given[0].ndim - 1 :]) for x in found)
@@ -93,12 +94,12 @@ class SharedPrefixChecks(Suite):
     @pytest.mark.parametrize("ragged", [slow(False), further(True)])
     def test_a_plan_changes_no_bits(self, ragged):
         scene, cache = self.scene()
-        q, tables, lengths = self.drawn(10), jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
-        count, edges = len(PREFIXES), jnp.asarray([0, 2, 2, 4, 9, 10])
+        q, tables, lengths = self.drawn(10), on_device(scene.tables), on_device(scene.lengths, jnp.int32)
+        count, edges = len(PREFIXES), on_device([0, 2, 2, 4, 9, 10])
         made = {"q_len": 2} if not ragged else {"cu_q_lens": edges, "total": 10}
         q, keywords = (q, {"cu_q_lens": edges}) if ragged else ([x.reshape(5, 2, *x.shape[1:]) for x in q], {})
         for several in (False, True):
-            shared = {"prefix_tables": tables[:count], "prefix_lens": lengths[:count], "prefix_of": jnp.asarray(OF)}
+            shared = {"prefix_tables": tables[:count], "prefix_lens": lengths[:count], "prefix_of": on_device(OF)}
             shared = shared if several else {"prefix_tables": tables[0], "prefix_lens": lengths[0]}
             options = {"num_heads": HEADS, "dtype": q[0].dtype, **made, **shared}
             plan = self.run(jaxkv.plan_decode, cache, tables[count:], lengths[count:], **options)
@@ -109,7 +110,7 @@ class SharedPrefixChecks(Suite):
     @pytest.mark.ci
     def test_a_prefix_without_tokens_changes_no_bits(self):
         scene, cache = self.scene()
-        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        tables, lengths = on_device(scene.tables), on_device(scene.lengths, jnp.int32)
         requests, q = (tables[len(PREFIXES) :], lengths[len(PREFIXES) :]), self.drawn(len(OWN))
         options = {"layer": LAYER, "scale": SCALE, "return_lse": True}
         right = self.run(self.operation(), *q, cache, *requests, **options)

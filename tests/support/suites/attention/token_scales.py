@@ -7,6 +7,7 @@ import pytest
 import jaxkv
 from jaxkv.testing.buffers import to_bytes, to_cache
 from support import oracle, scenes
+from support.arrays import as_float64, on_device
 from support.cases import further
 from support.compare import assert_close, assert_same_bits
 from support.suites.attention.decode_kv import SCALE, DecodeKVChecks
@@ -52,7 +53,7 @@ class TokenScales(DecodeKVChecks):
         given = dict(zip(("k_scale", "v_scale"), map(jnp.asarray, scales), strict=True))
         found = self.decode(q, scene.cache(layout, 1), scene, 1, window=70, **given)
         for request, length in enumerate(scene.lengths):
-            wide = np.asarray(q[request].astype(jnp.float32), np.float64)
+            wide = as_float64(q[request])
             seen = oracle.seen_by_last(length, 3, 70)
             right = oracle.attention(wide, *self.parts(scene, request, scales), SCALE, seen=seen)
             assert_close(found[0][request], right[0], roundings=4, magnitude=1)
@@ -68,7 +69,7 @@ class TokenScales(DecodeKVChecks):
         found = self.decode(q, scene.cache(layout, 1), scene, 1, window=70, **given)
         for a, b in zip(found, self.decode(q, scene.twin(layout), scene, 0, window=70, **given), strict=True):
             assert_same_bits(a, b)
-        requests = jnp.asarray(scene.tables), jnp.asarray(scene.lengths, jnp.int32)
+        requests = on_device(scene.tables), on_device(scene.lengths, jnp.int32)
         options = {"layer": 1, "scale": SCALE, "window": 70, **given}
         prefilled = self.run(jaxkv.prefill_kv, q, scene.cache(layout, 1), *requests, **options)
         assert_close(prefilled, np.asarray(found[0], np.float64), roundings=64, magnitude=1)
@@ -86,8 +87,8 @@ class TokenScales(DecodeKVChecks):
         pages = scales.reshape(2, layout.num_blocks, layout.block_size, heads)
         given = dict(zip(("k_scale", "v_scale"), map(jnp.asarray, pages), strict=True))
         new, before = new_tokens(entry, heads, 20), scenes.garbage(layout, None)
-        skipped = jnp.asarray(np.r_[slots[:10], -1, slots[10:], layout.num_slots])
-        padded = [jnp.insert(x, jnp.asarray([10, 20]), 1, axis=0) for x in new]
+        skipped = on_device(np.r_[slots[:10], -1, slots[10:], layout.num_slots])
+        padded = [jnp.insert(x, on_device([10, 20]), 1, axis=0) for x in new]
         cache = self.run(jaxkv.write_kv, to_cache(layout, before), *padded, skipped, layer=1, **given)
         encoded = oracle.encode(entry, new, scales[:, slots, :, None])
         expected = scenes.fetch(layout, before, 1)
@@ -96,10 +97,10 @@ class TokenScales(DecodeKVChecks):
         assert_same_bits(to_bytes(cache), before)
 
         right = oracle.decode(entry, encoded, scales[:, slots, :, None].astype(np.float64))
-        found = self.run(jaxkv.read_kv, cache, jnp.asarray(slots), layer=1, dtype="float32", **given)
+        found = self.run(jaxkv.read_kv, cache, on_device(slots), layer=1, dtype="float32", **given)
         table, token = slots[:, None] // layout.block_size, slots % layout.block_size
-        runs = jnp.asarray(table), jnp.arange(21, dtype=jnp.int32)
-        options = {"layer": 1, "total": 22, "seq_starts": jnp.asarray(token), "dtype": "float32", **given}
+        runs = on_device(table), jnp.arange(21, dtype=jnp.int32)
+        options = {"layer": 1, "total": 22, "seq_starts": on_device(token), "dtype": "float32", **given}
         gathered = self.run(jaxkv.gather_kv, cache, *runs, **options)
         for x, y, part in zip(found, gathered, right, strict=True):
             assert_close(x, part, roundings=2)
