@@ -25,7 +25,8 @@ def to_cache(layout: jaxkv.CacheLayout, buffer: np.ndarray) -> jaxkv.KVCache:
 
 def to_bytes(cache: jaxkv.KVCache) -> np.ndarray:
     """The buffer of a cache as bytes, uint8 [nbytes]."""
-    return np.concatenate([np.asarray(array).view(np.uint8) for array in jax.tree.leaves(cache)])
+    arrays = [np.asarray(array).view(np.uint8) for array in jax.tree.leaves(cache)]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
 
 
 def elements_of(layout: jaxkv.CacheLayout) -> int:

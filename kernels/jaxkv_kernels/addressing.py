@@ -12,7 +12,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, reduce
+from functools import cache, partial, reduce
 from itertools import accumulate
 from math import gcd, isqrt, prod
 from typing import Any, cast
