@@ -399,7 +399,7 @@ def _attended(
     out, lse = run_planned(call, arrangement, plan, implementation)
     if prefixes is not None:
         shared = _of_prefixes(cache, call, prefixes, lse, q_len, cu_q_lens, planned, implementation)
-        both, lse = computed(merged, (out, lse), shared)
+        both, lse = computed(merged, [(out, lse), shared])
         out = both.astype(out.dtype)
     if sinks is not None:
         out = with_sinks(out, lse, sinks)

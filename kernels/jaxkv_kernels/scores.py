@@ -1,9 +1,11 @@
 """Rules that all implementations share: logit caps (cap * tanh(score / cap)), attention sinks, merging of results."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import reduce
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 CHUNK_TOKENS = 512
 """Keys per step, rounded up to whole blocks.  They limit the temporary memory of a decode."""
@@ -39,13 +41,20 @@ def with_sinks(out, lse, sinks) -> jax.Array:
     return (out.astype(jnp.float32) * share[..., None]).astype(out.dtype)
 
 
-def merged(result, other) -> tuple[jax.Array, jax.Array]:
-    """Merges two results (out, lse) in float32.  One without keys has out 0 and lse -inf.
+def merged(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
+    """Merges the results (out, lse) of attention to one or several disjoint sets of keys, in float32.
 
-    `merge_states` is not used, because it treats a NaN in `lse`, which a NaN in the cache causes, as no keys.
+    One without keys has out 0 and lse -inf.  NaN in one makes the result NaN, as it does within one.  `merge_states`
+    is not used, because it treats a NaN in `lse`, which a NaN in the cache causes, as no keys.
     """
-    (out, lse), (other_out, other_lse) = result, other
-    empty = (lse == -jnp.inf) & (other_lse == -jnp.inf)
-    top = jnp.logaddexp(*(jnp.where(empty, 0, x) for x in (lse, other_lse)))  # that of -inf and -inf has no gradient
-    weight, other_weight = (jnp.exp(x - top)[..., None] for x in (lse, other_lse))
-    return out * weight + other_out.astype(out.dtype) * other_weight, jnp.where(empty, -jnp.inf, top)
+    if len(parts) == 1:
+        return parts[0]
+    # Without an array of all parts, so that XLA fuses all of this.
+    lses = [lse for _, lse in parts]
+    top = reduce(jnp.maximum, map(lax.stop_gradient, lses))
+    weights = [jnp.exp(lse - jnp.where(top == -jnp.inf, 0, top)) for lse in lses]
+    total = reduce(jnp.add, weights)
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    terms = (out.astype(jnp.float32) * weight[..., None] for (out, _), weight in zip(parts, weights, strict=True))
+    return reduce(jnp.add, terms) / total[..., None], jnp.where(empty, -jnp.inf, top + jnp.log(total))

@@ -28,7 +28,7 @@ import jax.numpy as jnp
 from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode, max_logits_reasons
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
-from jaxkv_kernels.scores import too_large, with_sinks
+from jaxkv_kernels.scores import merged, too_large, with_sinks
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.attention import (
     Config,
@@ -56,7 +56,6 @@ from jaxkv_kernels.triton.splits import (
 from jaxkv_kernels.triton.tiled import is_tiled, tiled_entry
 from jaxkv_kernels.triton.tiles import in_bytes, load_pieces
 from jaxkv_kernels.tuning import configuration
-from jaxkv_kernels.xla.softmax import joined
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -181,7 +180,7 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
     fields = ("buffer", "pages", "entry", "layer", "slots", "counts", "kv_scale")
     first = replace(call, extra=None, sinks=None)
     second = replace(first, **{name: getattr(extra, name) for name in fields})
-    out, lse = joined([_attend_slots(one, jnp.float32) for one in (first, second)])
+    out, lse = merged([_attend_slots(one, jnp.float32) for one in (first, second)])
     if call.sinks is not None:
         out = with_sinks(out, lse, call.sinks)
     return out.astype(call.q_latent.dtype), lse

@@ -6,7 +6,7 @@
             each interval there is a call of a kernel, for which each query token is a request of its own, whose table
             begins with the first whole block of the interval.  Plain JAX attends to the tokens before that block.
 
-The results are joined in float32 by their log-sum-exps.
+The results are merged in float32 by their log-sum-exps.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,9 +19,9 @@ import jax.numpy as jnp
 from jaxkv_kernels.addressing import lengths_in_table
 from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
 from jaxkv_kernels.masks import Interval, Intervals, Sliding, disjoint
+from jaxkv_kernels.scores import merged
 from jaxkv_kernels.token_heads import heads_as_tokens, tokens_as_heads
 from jaxkv_kernels.xla.attention import FewTokens, decode_kv, decode_mla
-from jaxkv_kernels.xla.softmax import joined
 from jaxkv_kernels.xla.visible import Visible
 
 type Results = tuple[jax.Array, jax.Array]
@@ -57,7 +57,7 @@ def decode_by_parts[C: DecodeCall](call: C, decode: Callable[[C], Results]) -> R
     calls = _kernel_calls(replace(call, plan=None))
     plans = call.plan or [None] * len(calls)
     parts = [_ordered(decode(replace(part, plan=plan)), call) for part, plan in zip(calls, plans, strict=True)]
-    out, lse = joined([*((out.astype(jnp.float32), lse) for out, lse in parts), *_rest(call)])
+    out, lse = merged([*parts, *_rest(call)])
     return out.astype(call.dtype), lse
 
 

@@ -237,11 +237,11 @@ def _aligned(context: _Entries | _Latents, q) -> tuple[jax.Array, jax.Array]:
                 kv_c, k_pe = entries(first, counts, size)
                 k_nope, v = latents.products(kv_c)
                 results = shared_rope.attend(q, k_nope, k_pe, v, counts, **mask)
-                return reduce(merged, zip(*results, strict=True), result)
+                return merged([result, *zip(*results, strict=True)])
             k, v = context.expand(*entries(first, counts, size))
             if mask:
                 # cuDNN has no mask for windows that begin in different places.
-                return merged(result, expanded.attention(q, k, v, q_lens, counts, **context.options, **mask))
+                return merged([result, expanded.attention(q, k, v, q_lens, counts, **context.options, **mask)])
             # Splits of the keys become requests of their own.
             k, v = (x.reshape(batch * splits, size // splits, *x.shape[2:]) for x in (k, v))
             starts = jnp.arange(splits, dtype=jnp.int32) * (size // splits)
@@ -249,7 +249,7 @@ def _aligned(context: _Entries | _Latents, q) -> tuple[jax.Array, jax.Array]:
             queries, lens = (jnp.repeat(x, splits, axis=0) for x in (q, q_lens))
             results = attend(queries, k, v, lens, kv_lens, ahead=None)
             results = (jnp.moveaxis(x.reshape(batch, splits, *x.shape[1:]), 1, 0) for x in results)
-            return reduce(merged, zip(*results, strict=True), result)
+            return merged([result, *zip(*results, strict=True)])
 
         chunks = -(-(cached - begin).max() // size)
         bounds = chunks, -(-most // size), dense.unconditional_chunks
@@ -330,7 +330,7 @@ def _ragged(context: _Entries | _Latents, q, cu_q_lens) -> tuple[jax.Array, jax.
 
     def with_chunk(i, result):
         first, last = (jnp.clip(bound - before[:-1], 0, counts) for bound in (i * size, (i + 1) * size))
-        return merged(result, attend_to(begin + first, last - first, size, ahead=ahead))
+        return merged([result, attend_to(begin + first, last - first, size, ahead=ahead)])
 
     bounds = -(-before[-1] // size), -(-most // size), dense.unconditional_chunks
     return _with_chunks(result, with_chunk, *bounds, from_empty=not causal)

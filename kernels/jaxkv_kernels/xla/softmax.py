@@ -1,6 +1,6 @@
 """Attention over chunks of keys with an online softmax, shared by the decode operations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -78,23 +78,6 @@ def attend(
         out = out * jnp.reshape(v_scale, (-1, 1, 1))
     largest = jnp.where(empty, -jnp.inf, running_max)
     return out, largest + jnp.log(jnp.where(empty, 1, row_sum)), largest
-
-
-def joined(parts: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
-    """The out and lse of `attend` for all keys, from those for each of one or several disjoint sets of keys.
-
-    Unlike `merge_states`, NaN in a part makes the result NaN, as it does within a part.
-    """
-    if len(parts) == 1:
-        return parts[0]
-    outs, lses = (jnp.stack(x) for x in zip(*parts, strict=True))
-    top = lax.stop_gradient(lses).max(axis=0)
-    weights = jnp.exp(lses - jnp.where(top == -jnp.inf, 0, top))
-    total = weights.sum(axis=0)
-    empty = total == 0
-    total = jnp.where(empty, 1, total)
-    out = (outs * weights[..., None]).sum(axis=0) / total[..., None]
-    return out, jnp.where(empty, -jnp.inf, top + jnp.log(total))
 
 
 def _sums_of_seen(p, v, seen, precision):

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 from jaxkv_kernels.addressing import load_entries
 from jaxkv_kernels.calls import DecodeMLASparse
 from jaxkv_kernels.extra_slots import ExtraSlots
-from jaxkv_kernels.scores import CHUNK_TOKENS, with_sinks
+from jaxkv_kernels.scores import CHUNK_TOKENS, merged, with_sinks
 from jaxkv_kernels.xla.paged import bytes_per_request, in_parts
-from jaxkv_kernels.xla.softmax import attend, joined
+from jaxkv_kernels.xla.softmax import attend
 
 
 @jax.jit
@@ -26,7 +26,7 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array, jax.
         found = [
             _attend(q, some, source, call.scale, call.logit_cap) for some, source in zip(slots, sources, strict=True)
         ]
-        out, lse = (x[:, 0, 0] for x in joined([(out, lse) for out, lse, _ in found]))
+        out, lse = (x[:, 0, 0] for x in merged([(out, lse) for out, lse, _ in found]))
         if call.sinks is not None:
             out = with_sinks(out, lse, call.sinks)
         largest = reduce(jnp.maximum, [largest[:, 0, 0] for *_, largest in found])
