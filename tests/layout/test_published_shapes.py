@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
 from support import oracle
 from support.cases import further
 from support.compare import assert_close, assert_same_bits
@@ -283,11 +284,11 @@ def test_quantised_values_right_behind_their_keys_have_planes():
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
-def test_mosaic_gpu_attends_to_keys_and_values_that_lie_apart_if_they_are_not_quantised(form):
-    entry, steps = jaxkv.KVEntry(form, 128), {"layer": 0, "block": 1024, "token": 256, "head": 128}
+def test_kernels_for_gpus_support_keys_and_values_that_lie_apart(form):
+    entry, steps = jaxkv.KVEntry(form, 128), {"layer": 0, "block": 4096, "token": 256, "head": 128}
     layout = jaxkv.CacheLayout.from_strides(
-        num_layers=1, num_blocks=6, block_size=4, num_heads=2, entry=entry, size=2 * 6 * 1024, strides=steps,
-        value_offset=6 * 1024,
+        num_layers=1, num_blocks=6, block_size=16, num_heads=2, entry=entry, size=2 * 6 * 4096, strides=steps,
+        value_offset=6 * 4096,
     )  # fmt: skip
     cache = jaxkv.KVCache(jnp.zeros(layout.size, layout.dtype), layout)
     new, tables = jnp.zeros((1, 2, 128), jnp.bfloat16), jnp.zeros((1, 2), jnp.int32)
@@ -297,9 +298,9 @@ def test_mosaic_gpu_attends_to_keys_and_values_that_lie_apart_if_they_are_not_qu
         (jaxkv.decode_kv, (new, cache, tables, jnp.zeros(1, jnp.int32)), {"scale": 1.0}),
     ):
         options |= dict.fromkeys(("k_scale", "v_scale"), 1.0) if layout.entry.codec.scaled else {}
-        reasons = jaxkv.explain(operation, *args, layer=0, **options).reasons
-        rejected = form == "fp8" and operation is jaxkv.decode_kv
-        assert any("lie apart: supports values" in reason for reason in reasons["mosaic_gpu"]) == rejected
+        with interpreting(True):
+            reasons = jaxkv.explain(operation, *args, layer=0, **options).reasons
+        assert reasons["mosaic_gpu"] == ()
         assert not any("lie apart" in reason for reason in reasons["triton"])
 
 

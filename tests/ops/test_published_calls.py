@@ -262,7 +262,6 @@ class TestMosaicGPU(OnGPUs):
     gaps = (
         "entries of",  # quantised heads are of 128 or 256 values
         "query tokens x heads",  # quantised entries with more than 16 rows per head
-        "keys and values of format 'fp8' that lie apart",
     )
 
 

@@ -35,6 +35,7 @@ FEATURES = {
                 XLA + "TestWrites::test_keys_and_values_that_lie_apart",
                 XLA + "TestGathers::test_keys_and_values_that_lie_apart",
                 XLA + "TestDecodeKV::test_keys_and_values_that_lie_apart",
+                MOSAIC + "test_kv.py::TestInterpreted::test_quantised_keys_and_values_that_lie_apart",
             ),
         ),
         Feature(

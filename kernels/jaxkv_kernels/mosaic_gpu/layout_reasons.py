@@ -3,17 +3,7 @@
 from collections.abc import Collection, Iterator, Mapping
 
 from jaxkv_kernels.addressing import ROW_LIMIT, Buffer, Pages, dtype_of
-from jaxkv_kernels.formats.entries import Entry
-from jaxkv_kernels.mosaic_gpu.token_rows import origin_step
-
-BULK = 16
-"""Bytes: addresses and sizes of bulk copies are multiples of it."""
-
-
-def apart(pages: Pages, entry: Entry) -> Iterator[str]:
-    """A reason against caches whose keys and values lie apart."""
-    if pages.values is not None:
-        yield f"keys and values of format {entry.format!r} that lie apart: supports values that follow their keys"
+from jaxkv_kernels.mosaic_gpu.token_rows import ALIGNMENT, origin_step
 
 
 def steps(pages: Pages, axes: Collection[str]) -> dict[str, int]:
@@ -33,8 +23,8 @@ def steps(pages: Pages, axes: Collection[str]) -> dict[str, int]:
 def unaligned(elements: Mapping[str, int], itemsize: int) -> Iterator[str]:
     """Sizes that are not multiples of the unit of bulk copies."""
     for name, count in elements.items():
-        if count * itemsize % BULK:
-            yield f"{name} of {count * itemsize} bytes: supports multiples of {BULK}"
+        if count * itemsize % ALIGNMENT:
+            yield f"{name} of {count * itemsize} bytes: supports multiples of {ALIGNMENT}"
 
 
 def block_sizes(pages: Pages) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Loaders: where an attention kernel's keys and values come from, and how they reach shared memory.
 
 A schedule chooses the stages and barriers; a loader knows how keys lie in device memory.  Loaders that copy columns of
-pages by TMA have the interface of `Keys`.  `quantised_tiles.py` has one for whole entries, and `gather_keys.py` one
-for slots.
+pages by TMA have the interface of `Keys`.  `quantised_tiles.py` has one for whole entries, and one for keys and values
+that lie apart, and `gather_keys.py` one for slots.
 """
 
 from dataclasses import dataclass
@@ -107,9 +107,10 @@ class PageTable:
         return x
 
 
-def token_rows(pages: Pages, *, second: bool = False) -> TokenRows:
-    """The view of a buffer of the entries' dtype, for the GPU or the interpreter; `second` is that of `TokenRows`."""
-    return (InterpretedTokenRows if interpreting.value else TokenRows)(pages, origin_step(pages), second)
+def token_rows(pages: Pages, *, second: bool = False, head_columns: int = 0) -> TokenRows:
+    """The view of a buffer of the entries' dtype, for the GPU or the interpreter; options are those of `TokenRows`."""
+    kind = InterpretedTokenRows if interpreting.value else TokenRows
+    return kind(pages, origin_step(pages), second, head_columns)
 
 
 class PagedKeys:
@@ -130,7 +131,8 @@ class PagedKeys:
         for first_row, block, token in self._table.copies(found, first_token):
             for first, count, into, full in parts:
                 origin, row = self._view.index(self._layer, block, token, self._head)
-                source = self._kv_ref.at[origin, pl.ds(row, rows), self._view.columns(first, count, origin)]
+                columns = self._view.columns(first, count, origin, self._head)
+                source = self._kv_ref.at[origin, pl.ds(row, rows), columns]
                 plgpu.copy_gmem_to_smem(source, into.at[pl.ds(first_row, rows)], full, **copy)
 
     def prefetch(self, found, first_token, *, interpret: bool) -> None:

@@ -8,7 +8,8 @@ columns.
 
 K and V' are register operands, converted as the bytes of the cache are loaded from shared memory
 (`quantised_tiles.py`).  Shared memory holds no converted entries.  The bytes of a latent are loaded from shared memory
-twice, once for K and once for V.
+twice, once for K and once for V.  Keys and values that lie apart are copied separately, each from a view of its own to
+a part of the stage of its own.
 
 Work.  A CTA of a producer and two to four consumer warpgroups owns a KV head (latents have one) and walks its partition
 of the plan: work tiles, each a range of key tiles of a request.  The consumers take turns at tiles, so that one
@@ -64,7 +65,7 @@ KiB (8) + stats 1 KiB = 217 KiB (225) of 227.  Registers: 208 per lane for two c
 values takes 16.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
 from typing import Any, ClassVar
@@ -75,7 +76,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import dtype_of, one_array, row_view
+from jaxkv_kernels.addressing import Pages, dtype_of, row_view
 from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, values_of
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
@@ -84,8 +85,9 @@ from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
     InterpretedInt8,
     InterpretedLatents,
     InterpretedNvfp4,
+    InterpretedRowTiles,
 )
-from jaxkv_kernels.mosaic_gpu.layout_reasons import apart, block_sizes, origins, steps, unaligned
+from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins, steps, unaligned
 from jaxkv_kernels.mosaic_gpu.masks import apply_mask, ends_of, first_seen, first_unmasked
 from jaxkv_kernels.mosaic_gpu.paged_tma import PageTable
 from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
@@ -95,9 +97,11 @@ from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
     STATS,
     HeadTiles,
     Int8Tiles,
+    KVTiles,
     LatentTiles,
     N,
     Nvfp4Tiles,
+    RowTiles,
     Tiles,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, opaque_zero
@@ -109,7 +113,7 @@ from jaxkv_kernels.mosaic_gpu.scaling import EXPONENT, INVERSE, LEAST_FACTOR, MO
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import TILE_COSTS, SplitCosts, load_work_range, load_work_tile
-from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
+from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype, with_heads_in_rows
 from jaxkv_kernels.tuning import require
 
 _QUANTISED_TILE_COSTS = replace(TILE_COSTS, least=4)
@@ -197,7 +201,7 @@ def gqa_config(entry) -> QuantisedGQAConfig:
     return QuantisedGQAConfig()
 
 
-KV_TILES: dict[str, tuple[Callable[..., Tiles], Callable[..., Tiles]]] = {
+KV_TILES: dict[str, tuple[type[KVTiles], type[KVTiles]]] = {
     "fp8": (HeadTiles, InterpretedHeads),
     "int8": (Int8Tiles, InterpretedInt8),
     "nvfp4": (Nvfp4Tiles, InterpretedNvfp4),
@@ -205,10 +209,14 @@ KV_TILES: dict[str, tuple[Callable[..., Tiles], Callable[..., Tiles]]] = {
 """Tiles of quantised keys and values by format: for the GPU, and for the interpreter."""
 
 
-def tiles_of(entry, *, interpret: bool) -> Tiles:
-    """The tiles of entries of this kind and format."""
-    kinds = (LatentTiles, InterpretedLatents) if entry.one_head else KV_TILES[entry.format]
-    return kinds[interpret](entry)
+def tiles_of(entry, pages: Pages, *, interpret: bool) -> Tiles:
+    """The tiles of entries of this kind and format in such pages."""
+    if entry.one_head:
+        return (InterpretedLatents if interpret else LatentTiles)(entry)
+    kinds, apart = KV_TILES[entry.format], pages.values is not None
+    if apart and kinds[0] is HeadTiles and entry.value_dim < GROUP:
+        kinds = RowTiles, InterpretedRowTiles
+    return kinds[interpret](entry, apart)
 
 
 def mla_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
@@ -227,8 +235,8 @@ def mla_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
 
 def gqa_reasons(call: DecodeCall | PlanDecode, rows: int, most_rows: int) -> Iterator[str]:
     """Reasons against attending to the keys and values of this call with `rows` query rows per KV head."""
-    yield from apart(call.pages, call.entry)
-    # TMA copies whole entries of 64 + 64 values, in multiples of 16 bytes; those of `nvfp4` have 72.
+    # TMA copies whole entries of 64 + 64 values, in multiples of 16 bytes; those of `nvfp4` have 72.  In planes, they
+    # would be padded, but there are no loads of `nvfp4` values for 64 columns.
     narrow = call.entry.sizes == (KEY_GROUP, KEY_GROUP) and call.entry.nbytes % 16 == 0
     if not narrow and not {*call.entry.sizes} <= {128, 256}:
         yield f"{values_of(call.entry)}: supports 128 and 256 of each, if quantised, and 64 + 64 of fp8 and int8"
@@ -238,7 +246,11 @@ def gqa_reasons(call: DecodeCall | PlanDecode, rows: int, most_rows: int) -> Ite
             f"format {call.entry.format!r}"
         )
     yield from block_sizes(call.pages)
-    yield from origins(call.pages, call.buffer)
+    pages = call.pages
+    if pages.values is not None and isinstance(tiles_of(call.entry, pages, interpret=False), RowTiles):
+        keys, values = (with_heads_in_rows(part, dtype_of(call.buffer).itemsize)[0] for part in pages.parts)
+        pages = replace(keys, values=values)
+    yield from origins(pages, call.buffer)
 
 
 def _scales(call: DecodeMLA | DecodeKV) -> tuple[jax.Array, ...]:
@@ -256,11 +268,11 @@ def attend(
     `queries` are those of `call` as bf16 [B * heads, rows, ...], with 8 or 16 rows: query tokens x query heads of a KV
     head.  `call` has a plan.
     """
-    tiles = tiles_of(call.entry, interpret=interpret)
+    tiles = tiles_of(call.entry, call.pages, interpret=interpret)
     _, tokens, query_heads, _ = (call.q_latent if isinstance(call, DecodeMLA) else call.q).shape
     group = query_heads // call.pages.num_heads
     plan, window, ahead, logit_cap, scales = call.plan, call.window, call.ahead, call.logit_cap, _scales(call)
-    buffer, pages = in_entries_dtype(one_array(call.buffer), call.pages, tiles.dtype)
+    buffer, pages = in_entries_dtype(call.buffer, call.pages, tiles.dtype)
     batch, rows, _ = queries[0].shape
     dtype, width = queries[0].dtype, GROUP * tiles.value_groups
     consumers, query_stages = config.consumers, config.query_stages
@@ -271,8 +283,9 @@ def attend(
 
     def body(*refs, **scratch):
         q_refs, refs = refs[: len(queries)], refs[len(queries) :]
+        kv_refs, refs = refs[: len(pages.parts)], refs[len(pages.parts) :]
         (
-            kv_ref, table_ref, layer_ref, scale_ref, *scale_refs, partitions_ref, work_tiles_ref, split_requests_ref,
+            table_ref, layer_ref, scale_ref, *scale_refs, partitions_ref, work_tiles_ref, split_requests_ref,
             out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
         ) = refs  # fmt: skip
         q, raw, p, other, stats = (scratch[name] for name in ("q", "raw", "p", "other", "stats"))
@@ -297,7 +310,7 @@ def attend(
 
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
-            paged = tiles.loader(kv_ref, table, jnp.where(in_cache, layer_ref[0], 0), head)
+            paged = tiles.loader(kv_refs, table, jnp.where(in_cache, layer_ref[0], 0), head)
 
             def look_up_first(tile):
                 return paged.look_up(tile.request, tile.origin + tile.begin * TILE)
@@ -611,7 +624,7 @@ def attend(
             **operands,
         },
     )(
-        *queries, tiles.operand(buffer, pages), call.block_tables, jnp.reshape(call.layer, (1,)),
+        *queries, *tiles.operands(buffer, pages), call.block_tables, jnp.reshape(call.layer, (1,)),
         jnp.reshape(call.scale, (1,)), *scales, plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
     return KernelResults(*results)

@@ -17,6 +17,7 @@ e2m1 keys have another order (`E2M1_PAIRS`); e2m1 values, in the order above, ar
 """
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,9 +26,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import Pages, row_view
+from jaxkv_kernels.addressing import Buffer, Pages, arrays_of, one_array, row_view
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
-from jaxkv_kernels.formats.nvfp4 import TILE as SCALE_TILE
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.ptx import conversions, loads, reductions, stores
 from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16, INT8_TO_F16
@@ -36,6 +36,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, ROW, SCALAR, WGMM
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 from jaxkv_kernels.mosaic_gpu.scaling import scale_to_fit
 from jaxkv_kernels.mosaic_gpu.sizes import LATENT, ROPE, TILE
+from jaxkv_kernels.mosaic_gpu.token_rows import ALIGNMENT, TokenRows, with_heads_in_rows
 
 N = 16
 """Rows of queries in a tile."""
@@ -166,11 +167,11 @@ class Tiles:
         """The number of copies that fetch a tile."""
         raise NotImplementedError
 
-    def operand(self, buffer: jax.Array, pages: Pages) -> jax.Array:
-        """The kernel operand that pages are copied from.  It is a view of `buffer`, not a copy."""
+    def operands(self, buffer: Buffer, pages: Pages) -> list[jax.Array]:
+        """The kernel operands that parts of pages are copied from, one for each part: views of `buffer`, no copies."""
         raise NotImplementedError
 
-    def loader(self, ref, table: PageTable, layer, head) -> "PagedKeys | EntryPages":
+    def loader(self, refs, table: PageTable, layer, head) -> "PagedKeys | PagedPlanes | EntryPages":
         """The loader of the tiles of a layer and head: it has the methods `look_up` and `fetch` of `Keys`."""
         raise NotImplementedError
 
@@ -350,14 +351,14 @@ class LatentTiles(Tiles):
         """The number of copies that fetch a tile: one per block that it lies in."""
         return copies_per_tile(pages)
 
-    def operand(self, buffer: jax.Array, pages) -> jax.Array:
+    def operands(self, buffer: Buffer, pages) -> list[jax.Array]:
         """The kernel operand that pages are copied from.  It is a view of `buffer`, not a copy."""
-        return buffer.reshape(row_view(pages).shape)
+        return [one_array(buffer).reshape(row_view(pages).shape)]
 
-    def loader(self, ref, table: PageTable, layer, head):
+    def loader(self, refs, table: PageTable, layer, head):
         """The loader of the tiles of a layer."""
         del head
-        return EntryPages(ref, table, layer)
+        return EntryPages(refs[0], table, layer)
 
     def parts(self, raw, stage, full):
         """Returns the only part: whole entries."""
@@ -433,6 +434,23 @@ class EntryPages:
             plgpu.copy_gmem_to_smem(source, into, entries.full, oob_mode=IN_BOUNDS)
 
 
+class PagedPlanes:
+    """Copies tiles of keys and of values that lie apart: the first part of a tile from the keys, the second from the
+    values."""
+
+    def __init__(self, refs, views, table: PageTable, layer, head):
+        self._planes = [PagedKeys(ref, view, table, layer, head) for ref, view in zip(refs, views, strict=True)]
+
+    def look_up(self, request, first_token):
+        """The blocks of a tile."""
+        return self._planes[0].look_up(request, first_token)
+
+    def fetch(self, found, first_token, *parts: Columns) -> None:
+        """Starts one TMA copy per part and block that the tile lies in."""
+        for plane, part in zip(self._planes, parts, strict=True):
+            plane.fetch(found, first_token, part)
+
+
 ROOM = 160 * 1024
 """Bytes of shared memory for tiles."""
 SWIZZLED = plgpu.RefType(swizzled(1, dtype=jnp.uint8).transforms)
@@ -443,6 +461,13 @@ class KVTiles(Tiles):
     """What tiles of keys and values have in common, whatever the format of their entries."""
 
     entry: KVEntry
+    apart: bool = False
+    """Whether keys and values lie apart.  There are two references then, to keys and to values."""
+
+    @property
+    def _widths(self) -> tuple[int, ...]:
+        """Bytes from a token to the next, in each of the references."""
+        raise NotImplementedError
 
     @property
     def query_dtypes(self):
@@ -466,39 +491,47 @@ class KVTiles(Tiles):
 
     def stages(self, most, consumers):
         """How many tiles fit in shared memory."""
-        return min(most, ROOM // (consumers * TILE * self.entry.nbytes) * consumers)
+        return min(most, ROOM // (consumers * TILE * sum(self._widths)) * consumers)
 
-    def operand(self, buffer: jax.Array, pages) -> jax.Array:
-        """The kernel operand that pages are copied from.  It is a view of `buffer`, not a copy."""
-        return token_rows(pages).of(buffer)
+    def copies(self, pages) -> int:
+        """The number of copies that fetch a tile: one per reference and block that it lies in."""
+        return len(self._widths) * copies_per_tile(pages)
 
-    def loader(self, ref, table: PageTable, layer, head):
+    def _views(self, pages: Pages) -> list[TokenRows]:
+        """The views of the buffer that entries are copied from, or keys and values."""
+        return [token_rows(part, second=bool(i)) for i, part in enumerate(pages.parts)]
+
+    def operands(self, buffer: Buffer, pages) -> list[jax.Array]:
+        """The kernel operands that parts of pages are copied from, one for each part: views of `buffer`, no copies."""
+        views = self._views(pages)
+        return [view.of(array) for view, array in zip(views, arrays_of(buffer, len(views)), strict=True)]
+
+    def loader(self, refs, table: PageTable, layer, head):
         """The loader of the tiles of a layer and head."""
-        return PagedKeys(ref, token_rows(table.pages), table, layer, head)
+        views = self._views(table.pages)
+        if self.apart:
+            return PagedPlanes(refs, views, table, layer, head)
+        return PagedKeys(refs[0], views[0], table, layer, head)
 
 
 class HeadTiles(KVTiles):
     """Tiles of `fp8` entries: two references, keys uint8 [stages, 64, D] and values [stages, 64, Dv].
 
-    Of narrow entries, there is one reference, uint8 [stages, 64, 128], to keys and values side by side.
+    Of narrow entries, there is one reference, uint8 [stages, 64, 128], to keys and values side by side.  Narrow keys
+    and values that lie apart are `RowTiles`.
     """
 
     @property
-    def _widths(self) -> tuple[int, ...]:
-        """Columns of the references."""
+    def _widths(self):
         return (self.entry.nbytes,) if self.narrow else self.entry.sizes
 
     def raw_types(self, stages: int):
         """The types of the shared memory for keys and values."""
         return tuple(swizzled(stages, TILE, width, dtype=jnp.uint8) for width in self._widths)
 
-    def copies(self, pages) -> int:
-        """The number of copies that fetch a tile: one per reference and block that it lies in."""
-        return len(self._widths) * copies_per_tile(pages)
-
     def parts(self, raw, stage, full):
         """The keys and the values of an entry: two ranges of its columns, which are copied separately, or one."""
-        firsts = (0, self.entry.head_dim)[: len(raw)]
+        firsts = (0, 0 if self.apart else self.entry.head_dim)[: len(raw)]
         return tuple(
             Columns(first, width, ref.at[stage], full)
             for ref, first, width in zip(raw, firsts, self._widths, strict=True)
@@ -533,8 +566,26 @@ class HeadTiles(KVTiles):
         clear(raw[-1], stage, row)
 
 
+class Region(NamedTuple):
+    """Where the keys or the values of a tile lie in shared memory."""
+
+    reference: int
+    """The index of the reference."""
+    nbytes: int
+    """From a token to the next, in bytes."""
+    first: int
+    """The byte of a token at which they begin."""
+    scales: int
+    """The byte of a token at which their scales begin; 0 if they have none."""
+
+
 class RowTiles(KVTiles):
-    """Tiles of whole entries: one reference, uint32 [stages, 64, words of an entry]."""
+    """Tiles of rows as they are stored: uint32 [stages, 64, words], of whole entries, or of keys and of values.
+
+    Keys and values that lie apart are in two such references.  Their rows are padded to an odd number of 16 bytes, so
+    that loads are aligned, and words of eight neighbouring rows are in different banks.  The methods here are those of
+    `fp8` entries.
+    """
 
     @property
     def dtype(self):
@@ -542,37 +593,70 @@ class RowTiles(KVTiles):
         return jnp.dtype(jnp.uint32)
 
     @property
-    def scales_at(self) -> int:
-        """The byte of an entry at which its scales begin."""
-        return next(part.offset for part in self.entry.fields() if part.name == "K scales")
+    def _widths(self):
+        if not self.apart:
+            return (self.entry.nbytes,)
+        sizes = (sum(field.nbytes for field in plane) for plane in self.entry.planes)
+        return tuple((-(-size // ALIGNMENT) | 1) * ALIGNMENT for size in sizes)
 
     @property
-    def values_at(self) -> int:
-        """The byte of an entry at which its values begin."""
-        return next(part.offset for part in self.entry.fields() if part.name == "V")
+    def regions(self) -> tuple[Region, Region]:
+        """Where keys and values lie."""
+        found = []
+        for n, name in enumerate(self.entry.named_sizes):
+            reference, fields = (n, self.entry.planes[n]) if self.apart else (0, self.entry.fields())
+            first = {field.name: field.offset for field in fields}
+            found.append(Region(reference, self._widths[reference], first[name], first.get(f"{name} scales", 0)))
+        keys, values = found
+        return keys, values
 
-    @property
-    def _words(self) -> int:
-        return self.entry.nbytes // self.dtype.itemsize
+    def _views(self, pages):
+        if not self.apart:
+            return super()._views(pages)
+        parts = (with_heads_in_rows(part, self.dtype.itemsize) for part in pages.parts)
+        return [token_rows(part, second=bool(i), head_columns=step) for i, (part, step) in enumerate(parts)]
 
     def raw_types(self, stages: int):
-        """The type of the shared memory for entries."""
-        return (plgpu.SMEM((stages, TILE, self._words), self.dtype),)
-
-    def copies(self, pages) -> int:
-        """The number of copies that fetch a tile: one per block that it lies in."""
-        return copies_per_tile(pages)
+        """The types of the shared memory for rows."""
+        return tuple(plgpu.SMEM((stages, TILE, width // self.dtype.itemsize), self.dtype) for width in self._widths)
 
     def parts(self, raw, stage, full):
-        """Returns the only part: whole entries."""
-        return (Columns(0, self._words, raw[0].at[stage], full),)
+        """Whole rows of each reference."""
+        return tuple(Columns(0, ref.shape[-1], ref.at[stage], full) for ref in raw)
+
+    def load_keys(self, raw, stage, group):
+        """Loads 64 columns of keys, with which rows begin."""
+        held, (keys, _) = words(8), self.regions
+
+        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
+        def load(_, ref, stage):
+            found = loads.load_entry_keys(ref, stage.registers.item(), keys.nbytes, group, wide=False)
+            return array(found, held.layout)
+
+        return load(raw[keys.reference], stage)
+
+    def load_values(self, raw, stage, step):
+        """Loads the values of 16 tokens."""
+        _, values = self.regions
+
+        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
+        def load(_, ref, stage):
+            found = loads.load_of_tokens(
+                ref, stage.registers.item(), values.nbytes, step,
+                offset=values.first, groups=self.value_groups, swapped=False, narrow=self.narrow,
+            )  # fmt: skip
+            return array(found, self._values.layout)
+
+        return load(raw[values.reference], stage)
 
     def _clear_token(self, raw, stage, row):
+        _, values = self.regions
+
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR, SCALAR))
         def clear(_, ref, stage, row):
-            stores.clear_entry(ref, stage.registers.item(), self.entry.nbytes, row.registers.item())
+            stores.clear_entry(ref, stage.registers.item(), values.nbytes, row.registers.item())
 
-        clear(raw[0], stage, row)
+        clear(raw[values.reference], stage, row)
 
 
 class Int8Tiles(RowTiles):
@@ -587,40 +671,22 @@ class Int8Tiles(RowTiles):
     def _convert(self):
         return INT8_TO_F16
 
-    def load_keys(self, raw, stage, group):
-        """Loads 64 columns of keys, with which entries begin."""
-        held = words(8)
-
-        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
-        def load(_, ref, stage):
-            found = loads.load_entry_keys(ref, stage.registers.item(), self.entry.nbytes, group, wide=False)
-            return array(found, held.layout)
-
-        return load(raw[0], stage)
-
-    def load_values(self, raw, stage, step):
-        """Loads the values of 16 tokens."""
-
-        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
-        def load(_, ref, stage):
-            found = loads.load_of_tokens(
-                ref, stage.registers.item(), self.entry.nbytes, step,
-                offset=self.values_at, groups=self.value_groups, swapped=False, narrow=self.narrow,
-            )  # fmt: skip
-            return array(found, self._values.layout)
-
-        return load(raw[0], stage)
-
     def load_scales(self, raw, stage):
         """Loads the scales of a tile: of keys, and of values."""
-        types = [Array((TILE,), jnp.dtype(jnp.float32), layout=ROW)] * 2
+        if self.apart:
+            keys, values = (self._load_scales(raw, stage, region, 1)[0] for region in self.regions)
+        else:
+            keys, values = self._load_scales(raw, stage, self.regions[0], 2)
+        return [keys], [values]
+
+    def _load_scales(self, raw, stage, region: Region, count: int):
+        types = [Array((TILE,), jnp.dtype(jnp.float32), layout=ROW)] * count
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=types)
         def load(_, ref, stage):
-            return loads.load_scales(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, ROW, 2)
+            return loads.load_scales(ref, stage.registers.item(), region.nbytes, region.scales, ROW, count)
 
-        keys, values = load(raw[0], stage)
-        return [keys], [values]
+        return load(raw[region.reference], stage)
 
 
 class Nvfp4Tiles(RowTiles):
@@ -637,27 +703,27 @@ class Nvfp4Tiles(RowTiles):
 
     def load_keys(self, raw, stage, group):
         """Loads 64 columns of keys, and their scales."""
-        held = words(8)
+        held, (keys, _) = words(8), self.regions
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = loads.load_e2m1_keys(ref, stage.registers.item(), self.entry.nbytes, self.scales_at, group)
+            found = loads.load_e2m1_keys(ref, stage.registers.item(), keys.nbytes, keys.scales, group)
             return array(found, held.layout)
 
-        return load(raw[0], stage)
+        return load(raw[keys.reference], stage)
 
     def load_values(self, raw, stage, step):
         """Loads the values of 16 tokens, and their scales."""
-        scales_at = self.scales_at + self.entry.head_dim // SCALE_TILE
+        _, values = self.regions
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
         def load(_, ref, stage):
             found = loads.load_e2m1_of_tokens(
-                ref, stage.registers.item(), self.entry.nbytes, self.values_at, scales_at, step, self.value_groups
+                ref, stage.registers.item(), values.nbytes, values.first, values.scales, step, self.value_groups
             )
             return array(found, self._values.layout)
 
-        return load(raw[0], stage)
+        return load(raw[values.reference], stage)
 
     def convert_keys(self, loaded, group):
         """Converts what `load_keys` returned to a float16 operand [64, 64]."""

@@ -22,6 +22,10 @@ from support.hopper import kernel_operands, on_hopper, read_early
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
 
 
+UNALIGNED = tuple(f"{plane}token stride of {nbytes} bytes" for plane in ("", "value ") for nbytes in (72, 132, 264))
+"""Reasons against planes of packed tokens: 128 values have 72 bytes in nvfp4 and 132 in int8, two heads of int8 264."""
+
+
 class Mosaic:
     """What every suite of this kernel says of itself."""
 
@@ -30,12 +34,12 @@ class Mosaic:
     exact = "bf16"
     gaps = (
         "entries of",  # float32 has no wgmma; quantised heads are of 64, 128 or 256 values
+        *UNALIGNED,
         "query tokens x heads",  # quantised entries with more than 16 rows per head
         "`q` of",  # queries of another dtype than the entries
         "blocks of",  # TMA tiles are of whole 16-token pages
         "`mask`, a function",  # without intervals
         "`logit_cap` of",  # too large for tanh by way of exp2
-        "keys and values of format",  # quantised ones that lie apart
     )
 
 
@@ -138,8 +142,50 @@ def test_sizes_of_quantised_heads(form, sizes, block_size):
         suite.check(suite.query(entry, 4, 2, 10), scene.cache(layout, 1), scene, 1, **keywords)
 
 
+APART = [
+    further("int8", (128, 128), 4, "values before keys"),
+    *itertools.starmap(
+        slow,
+        (
+            ("fp8", (64, 64), 2, "values with strides of their own"),
+            ("fp8", (128, 128), 2, "keys and values in halves of blocks"),
+            ("fp8", (256, 128), 2, "values before keys"),
+            ("fp8", (128, 256), 2, "values with strides of their own"),
+            ("int8", (64, 64), 4, "keys and values in planes"),
+            ("int8", (256, 128), 4, "keys and values in planes"),
+            ("int8", (128, 256), 8, "values before keys"),
+            ("nvfp4", (128, 128), 2, "values before keys"),
+            ("nvfp4", (256, 256), 2, "values with strides of their own"),
+            ("nvfp4", (256, 128), 2, "keys and values in planes"),
+            ("fp8", (128, 128), 2, "two arrays"),
+            ("fp8", (64, 64), 2, "two arrays"),
+            ("int8", (128, 128), 4, "two arrays"),
+            ("nvfp4", (128, 128), 2, "two arrays"),
+        ),
+    ),
+]
+"""Format, sizes, heads and layout of quantised keys and values that lie apart, at addresses that TMA can copy from."""
+
+
+@on_hopper
+@pytest.mark.parametrize(("form", "sizes", "heads", "name"), APART)
+@pytest.mark.parametrize("block_size", [16, 64, 256])
+def test_quantised_heads_that_lie_apart(form, sizes, heads, name, block_size):
+    suite = TestDecodeKV()
+    suite.head_dim, suite.value_dim = sizes
+    entry = suite.entry(form)
+    lengths = (0, 700, block_size + 1, 129)
+    scene = suites.scenes.scene(entry, num_heads=heads, block_size=block_size, lengths=lengths, num_blocks=80)
+    layout = suites.layout_of(name, entry, num_heads=heads, block_size=block_size, num_blocks=80)
+    q, cache = suite.query(entry, 4, 2, 4 * heads), scene.cache(layout, 1)
+    for keywords in ({}, {"window": 300, "logit_cap": 2.0}):
+        suite.check(q, cache, scene, 1, **keywords)
+
+
 STRIDES_APART, TWO_STRIDES = "values with strides of their own", "two arrays with strides of their own"
-APART = [(slow if name == TWO_STRIDES else further)(name) for name in suites.scenes.APART if name != STRIDES_APART]
+OTHERS_APART = [
+    (slow if name == TWO_STRIDES else further)(name) for name in suites.scenes.APART if name != STRIDES_APART
+]
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -156,7 +202,7 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     def test_heads_in_the_row_and_lengths_round_the_edges(self):
         self.case((0, 1, 64, 65, 130), 2, 4)
 
-    @pytest.mark.parametrize("name", [STRIDES_APART, *APART])
+    @pytest.mark.parametrize("name", [STRIDES_APART, *OTHERS_APART])
     def test_keys_and_values_that_lie_apart(self, name):
         self.check_layout(name, jaxkv.KVEntry("bf16", 128, 64), lengths=(0, 1, 200))
 
@@ -180,7 +226,7 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     @pytest.mark.parametrize(
         ("form", "layout"),
         [
-            ("fp8", "BLNHC"),
+            further("fp8", "BLNHC"),
             slow("fp8", "LBHNC"),
             further("int8", "LBHNC"),
             slow("int8", "gaps, offset"),
@@ -197,6 +243,23 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
         monkeypatch.setattr(self, "head_dim", 64)
         monkeypatch.setattr(self, "value_dim", 64)
         self.case((0, 130), 2, 2, 2, form=form, layout="LBHNC", block_size=16, window=70)
+
+    @pytest.mark.parametrize(
+        ("form", "sizes", "heads", "layout"),
+        [
+            ("fp8", (128, 256), 2, "values with strides of their own"),
+            slow("fp8", (64, 64), 2, "keys and values in halves of blocks"),
+            further("int8", (128, 128), 4, "values before keys"),
+            slow("int8", (256, 128), 4, "keys and values in planes"),
+            slow("int8", (64, 64), 4, "keys and values in planes"),
+            slow("nvfp4", (256, 128), 2, "values before keys"),
+            slow("nvfp4", (256, 256), 2, "values with strides of their own"),
+        ],
+    )
+    def test_quantised_keys_and_values_that_lie_apart(self, form, sizes, heads, layout, monkeypatch):
+        monkeypatch.setattr(self, "head_dim", sizes[0])
+        monkeypatch.setattr(self, "value_dim", sizes[1])
+        self.case((0, 130), heads, 2, 2, form=form, layout=layout, block_size=16, window=70)
 
     @pytest.mark.parametrize("consumers", [slow(2), 4])
     def test_any_number_of_consumers_computes_the_same(self, consumers, monkeypatch):
@@ -291,6 +354,11 @@ def test_quantised_heads_lower_for_hopper(form, case):
     assert_lowers(form, "LBHNC", case)
 
 
+@pytest.mark.parametrize(("form", "sizes", "heads", "name"), APART)
+def test_quantised_heads_that_lie_apart_lower_for_hopper(form, sizes, heads, name):
+    assert_lowers(form, name, (sizes, heads, 2, 2, 16, {"window": 100}))
+
+
 @each_value(("order", "case"), jaxkv.ORDERS, CASES, default=2)
 def test_lowers_for_hopper(order, case):
     assert_lowers("bf16", order, case)
@@ -305,7 +373,7 @@ def test_windows_of_both_sides_lower_for_hopper(form, ahead, trailing):
     assert_lowers(form, "BLNHC", case, trailing=jax.ShapeDtypeStruct((4,), jnp.int32) if trailing else None)
 
 
-@pytest.mark.parametrize("name", [further(STRIDES_APART), *APART])
+@pytest.mark.parametrize("name", [further(STRIDES_APART), *OTHERS_APART])
 def test_keys_and_values_that_lie_apart_lower_for_hopper(name):
     assert_lowers("bf16", name, CASES[0])
 
@@ -341,7 +409,8 @@ def assert_lowers(form, name, case, trailing=None):
             assert f"stablehlo.{operation} %arg{argument}" not in text  # the cache goes in as it is
 
 
-ENTRY = jaxkv.KVEntry("bf16", 64)
+ENTRY, INT8 = jaxkv.KVEntry("bf16", 64), jaxkv.KVEntry("int8", 128)
+INT8_APART = {name: suites.layout_of(name, INT8, num_heads=2) for name in suites.scenes.APART}
 DENSE = dict(num_layers=3, num_blocks=4, block_size=64, num_heads=2, entry=ENTRY)
 REFUSED = {
     "entries of format 'f32'": jaxkv.CacheLayout(**{**DENSE, "entry": jaxkv.KVEntry("f32", 64)}),
@@ -360,13 +429,21 @@ REFUSED = {
     "a buffer of 21474836480 elements whose strides are multiples of 8 only": jaxkv.CacheLayout.from_strides(
         **DENSE, strides=dict(layer=256 * 64, block=2**32 + 8, head=128, token=256), size=5 * 2**32
     ),
+    "token stride of 132 bytes: supports multiples of 16": INT8_APART["keys and values in halves of blocks"],
+    "value token stride of 264 bytes: supports multiples of 16": INT8_APART["values before keys"],
+    "value offset of 221192 bytes: supports multiples of 16": jaxkv.CacheLayout.from_strides(
+        **{**DENSE, "entry": INT8},
+        value_offset=288 * 64 * 12 + 8,
+        size=2 * 288 * 64 * 12 + 16,
+        strides=dict(layer=288 * 64, block=288 * 64 * 3, head=132, token=288),
+    ),
 }
 
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_explain_reports_why_a_layout_is_unsupported(reason):
     layout = REFUSED[reason]
-    q = jax.ShapeDtypeStruct((1, 4, layout.entry.sizes[0]), layout.entry.dtype)
+    q = jax.ShapeDtypeStruct((1, 4, layout.entry.sizes[0]), layout.entry.input_dtype)
     tables, lengths = jax.ShapeDtypeStruct((1, 4), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
     cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
     with interpreting(True):

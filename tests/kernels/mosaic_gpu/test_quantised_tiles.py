@@ -15,6 +15,7 @@ from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
     InterpretedInt8,
     InterpretedLatents,
     InterpretedNvfp4,
+    InterpretedRowTiles,
 )
 from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
     GROUP,
@@ -26,6 +27,7 @@ from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
     LatentTiles,
     N,
     Nvfp4Tiles,
+    RowTiles,
 )
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
 from jaxkv_kernels.mosaic_gpu.runtime.registers import WGMMA, store
@@ -40,15 +42,21 @@ KINDS = {
     "heads of 256": (HeadTiles, InterpretedHeads, jaxkv.KVEntry("fp8", 256, 128)),
     "int8": (Int8Tiles, InterpretedInt8, jaxkv.KVEntry("int8", 256, 128)),
     "nvfp4": (Nvfp4Tiles, InterpretedNvfp4, jaxkv.KVEntry("nvfp4", 256)),
+    "heads apart": (HeadTiles, InterpretedHeads, jaxkv.KVEntry("fp8", 128, 256), True),
+    "narrow heads apart": (RowTiles, InterpretedRowTiles, jaxkv.KVEntry("fp8", 64), True),
+    "int8 apart": (Int8Tiles, InterpretedInt8, jaxkv.KVEntry("int8", 256, 128), True),
+    "narrow int8 apart": (Int8Tiles, InterpretedInt8, jaxkv.KVEntry("int8", 64), True),
+    "nvfp4 apart": (Nvfp4Tiles, InterpretedNvfp4, jaxkv.KVEntry("nvfp4", 128, 256), True),
 }
-SCALED = "fp8_ds_mla", "int8"
+"""The arguments of tiles are an entry, and whether its keys and values lie apart."""
+SCALED = "fp8_ds_mla", "int8", "int8 apart", "narrow int8 apart"
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 def tiles_of(kind):
     """The tiles, and their twin."""
-    tiles, twin, entry = KINDS[kind]
-    return tiles(entry), twin(entry)
+    tiles, twin, *arguments = KINDS[kind]
+    return tiles(*arguments), twin(*arguments)
 
 
 def shape(dtype, *sizes):
@@ -148,8 +156,9 @@ class TestLanes:
         tiles, twin = tiles_of(kind)
         raw = raw_entries(tiles)
 
-        def body(source, out, **scratch):
-            stage_raw([source], **scratch)
+        def body(*refs, **scratch):
+            *sources, out = refs
+            stage_raw(sources, **scratch)
             for n, scales in enumerate(chain(*tiles.load_scales(scratch["raw"], jnp.int32(STAGE)))):
                 store(out.at[n], scales)
 

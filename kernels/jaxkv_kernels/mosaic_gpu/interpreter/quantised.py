@@ -144,15 +144,23 @@ def _filled(values):
 class InterpretedRowTiles(Interpreted, RowTiles):
     """`RowTiles` for the interpreter."""
 
+    def operands(self, buffer, pages):
+        """The pages, with zeros at the end of rows, past which whole rows of shared memory are copied."""
+        found = super().operands(buffer, pages)
+        return [jnp.pad(rows, ((0, 0), (0, 0), (0, self._widths[-1] // 4))) for rows in found] if self.apart else found
+
     def _keys(self, raw, stage):
-        entries = lax.bitcast_convert_type(raw[0][stage], jnp.uint8)
-        return entries.reshape(TILE, self.entry.nbytes)
+        """Whole entries, also if keys and values lie apart."""
+        rows = [lax.bitcast_convert_type(ref[stage], jnp.uint8).reshape(TILE, -1) for ref in raw]
+        return self.entry.from_planes(rows) if self.apart else rows[0]
 
     def _value_bytes(self, raw, stage):
-        return _filled(self._keys(raw, stage)[:, self.values_at : self.scales_at])
+        _, values, *_ = self.entry.fields()
+        return _filled(self._keys(raw, stage)[:, values.offset : values.offset + values.nbytes])
 
     def _clear_token(self, raw, stage, row):
-        raw[0][stage, row] = jnp.zeros(self.entry.nbytes // 4, jnp.uint32)
+        values = raw[-1]
+        values[stage, row] = jnp.zeros(values.shape[-1], values.dtype)
 
 
 class InterpretedInt8(InterpretedRowTiles, Int8Tiles):
@@ -162,9 +170,8 @@ class InterpretedInt8(InterpretedRowTiles, Int8Tiles):
 
     def load_scales(self, raw, stage):
         """Returns an array [64] for keys, and one for values."""
-        found = self._keys(raw, stage)[:, self.scales_at : self.scales_at + 8]
-        scales = lax.bitcast_convert_type(found.reshape(TILE, 2, 4), jnp.float32)
-        return [scales[:, 0]], [scales[:, 1]]
+        stored = self.entry.unpack(self._keys(raw, stage))
+        return [stored["K scales"][:, 0]], [stored["V scales"][:, 0]]
 
 
 class InterpretedNvfp4(InterpretedRowTiles, Nvfp4Tiles):

@@ -14,7 +14,8 @@ class InterpretedTokenRows(TokenRows):
     def index(self, layer, block, token, head=0):
         """The number of a page, and the row of `token`."""
         pages = self.pages
-        return (layer * pages.num_blocks + block) * pages.num_heads + head, token
+        page = (layer * pages.num_blocks + block) * pages.num_heads
+        return page + (0 if self.head_columns else head), token
 
     def of(self, buffer):
         """The pages of the buffer, copied."""
