@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.layout.layout import CacheLayout
+from jaxkv_kernels.addressing import Buffer
 from jaxkv_kernels.formats.entries import Entry
 
 # Not a type parameter of the functions: pdoc resolves the names in quoted annotations in this module.
@@ -22,7 +23,7 @@ class KVCache[E: Entry]:
     arrays, if keys and values have one each.
     """
 
-    buffer: jax.Array
+    buffer: Buffer
     """`layout.dtype` [layout.size].  If values have an array of their own (`layout.value_size`), this is the pair
     (keys, values), `layout.dtype` [layout.size] and [layout.value_size]."""
     layout: CacheLayout[E] = field(metadata={"static": True})
@@ -38,10 +39,10 @@ class KVCache[E: Entry]:
             raise ValueError(
                 f"`layout` is a {type(layout).__name__}: expected a CacheLayout, such as packed[name] of a PackedLayout"
             )
-        buffer: Any = jnp.zeros((layout.size,), layout.dtype, device=device)
-        if layout.value_size is not None:
-            buffer = buffer, jnp.zeros((layout.value_size,), layout.dtype, device=device)
-        return KVCache(buffer, layout)
+        keys = jnp.zeros((layout.size,), layout.dtype, device=device)
+        if layout.value_size is None:
+            return KVCache(keys, layout)
+        return KVCache((keys, jnp.zeros((layout.value_size,), layout.dtype, device=device)), layout)
 
     def __repr__(self):
         return f"KVCache({self.layout!r})"  # without the buffer's values

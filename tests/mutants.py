@@ -122,6 +122,13 @@ MUTANTS = {
             WRITES,
         ),
         Mutant(
+            "values that have an array of their own are read from that of the keys",
+            ADDRESSING,
+            "return buffer if isinstance(buffer, tuple) else (buffer,) * count",
+            "return (buffer[0] if isinstance(buffer, tuple) else buffer,) * count",
+            KV,
+        ),
+        Mutant(
             "the regions of a split page without the offset of the group",
             ADDRESSING,
             "offset=pages.offset + first.offset // itemsize",

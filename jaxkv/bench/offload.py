@@ -24,6 +24,7 @@ from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.memory import require_memory
 from jaxkv.terminal.options import Sizes, add_sizes, output_file, with_defaults
+from jaxkv_kernels.addressing import one_array
 
 BLOCK_SIZE = 64
 ENTRY = jaxkv.MLAEntry("bf16")
@@ -183,9 +184,9 @@ def _layerwise(cache: jaxkv.KVCache, repeats: int) -> dict[str, float]:
         there = jax.block_until_ready(pages(cache.buffer))
         seconds, there = _seconds(lambda there=there: list(map(transfers.to_host, there)))
         stores.append(seconds)
-        back = partial(transfers.to_device, sharding=cache.buffer.sharding)
+        back = partial(transfers.to_device, sharding=one_array(cache.buffer).sharding)
         loads.append(_seconds(lambda there=there, back=back: list(map(back, there)))[0])
-    return _rates(cache.buffer.nbytes, stores, loads)
+    return _rates(one_array(cache.buffer).nbytes, stores, loads)
 
 
 def _steps(args: argparse.Namespace, pool: offload.HostPool) -> dict[str, float]:

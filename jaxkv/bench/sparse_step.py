@@ -27,6 +27,7 @@ from jaxkv.bench.workload import Shapes, Workload, with_fitting_layers, workload
 from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import size
 from jaxkv.terminal.memory import device_memory
+from jaxkv_kernels.addressing import one_array
 
 MEMORY_FRACTION = 0.93
 """The fraction of the device's memory that the only cache may use.  If not all layers fit, fewer are timed."""
@@ -200,7 +201,7 @@ def measure(step: SparseStep, *, repeats: int, implementation: str | None = None
     inputs = step.inputs()
     program = compiled(step, inputs, implementation=implementation)
     cache = step.cache()
-    nbytes = cache.buffer.nbytes
+    nbytes = one_array(cache.buffer).nbytes
 
     def once() -> jax.Array:
         nonlocal cache

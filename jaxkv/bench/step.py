@@ -26,6 +26,7 @@ from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import counted, size
 from jaxkv.terminal.memory import nbytes
 from jaxkv.terminal.options import output_file, positive
+from jaxkv_kernels.addressing import one_array
 
 WAYS = {
     "tensor": models.TensorParallel,
@@ -115,7 +116,8 @@ def _with_random_layers(cache: jaxkv.KVCache) -> jaxkv.KVCache:
 def _with_random_bytes(model: Model, num_blocks: int) -> jaxkv.KVCache:
     cache = model.cache(num_blocks)
     random = np.random.default_rng(0).integers(0, 256, 2**20, np.uint8) & RANDOM | SET
-    return jaxkv.KVCache(jnp.resize(random.view(cache.buffer.dtype), cache.buffer.shape), cache.layout)
+    buffer = one_array(cache.buffer)
+    return jaxkv.KVCache(jnp.resize(random.view(buffer.dtype), buffer.shape), cache.layout)
 
 
 class Steps:
@@ -213,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
     kind = jax.devices()[0].device_kind
     on = kind if devices == 1 else f"{devices} x {kind}, {args.parallel} parallel"
     print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {on}")
-    print(f"weights {size(nbytes(model.params))}, cache {size(cache.buffer.nbytes)} of {model.entry_format} entries")
+    print(f"weights {size(nbytes(model.params))}, cache {size(nbytes(cache))} of {model.entry_format} entries")
     sizes = {"requests": args.requests, "tokens": args.tokens, "new_tokens": args.new_tokens}
     steps = Steps(model, cache, **sizes)
     del cache  # which the steps donate
@@ -224,7 +226,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         about = {
             **random_models.described(args, model),
-            "bytes": {"weights": nbytes(model.params), "cache": steps.cache.buffer.nbytes},
+            "bytes": {"weights": nbytes(model.params), "cache": nbytes(steps.cache)},
             "fp8_weights": args.fp8_weights,
             "parallel": args.parallel,
             "devices": devices,

@@ -18,6 +18,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.speculative import mtp_forward
 from jaxkv.models.weights import entry_scales
 from jaxkv.ops.gathers import gather_kv, gather_mla
+from jaxkv_kernels.addressing import one_array
 from jaxkv_kernels.formats.bits import FP8_MAX, power_of_two_scale
 from jaxkv_kernels.formats.format import unquantised
 
@@ -99,7 +100,7 @@ def _largest(model: Model, prompts: list[list[int]]) -> dict[str, np.ndarray]:
     rows = model.parallel.divisions_of_rows
     blocks = -(-max(map(len, prompts)) // plain.usual_block_size)
     cache = plain.cache(blocks)
-    cache = jax.device_put(cache, cache.buffer.sharding)
+    cache = jax.device_put(cache, one_array(cache.buffer).sharding)
     tables = np.tile(np.arange(blocks, dtype=np.int32), (rows, 1))
     advance = jax.jit(_advance, donate_argnums=1)
     magnitudes = jax.jit(model.parallel.per_device(partial(_magnitudes, implementation=model.implementation)))

@@ -19,6 +19,7 @@ from jaxkv.offload.block_file import DamagedBlock
 from jaxkv.offload.disk import DiskPool
 from jaxkv.offload.keys import checked_key, checked_keys
 from jaxkv.offload.transfers import HostArray, Layout, check_exchange, read_rows, row_of, write_rows
+from jaxkv_kernels.addressing import one_array
 
 CHUNK_BYTES = 2**26
 """The most bytes per transfer: enough to reach the full rate."""
@@ -315,7 +316,7 @@ class HostPool:
                 try:
                     if cache is not given:
                         jax.block_until_ready(cache.buffer)  # the previous portion has left host memory
-                    places = self._places(waiting, cache.buffer.sharding)
+                    places = self._places(waiting, one_array(cache.buffer).sharding)
                     cache = self._moved(cache, places, targets)
                     self._chunks.use(keys)
                     for key in places:
@@ -347,7 +348,7 @@ class HostPool:
         for length in (1 << n for n in range(self._chunk_blocks.bit_length())):
             nowhere = np.full(length, SKIPPED, np.int32)
             rows = transfers.to_host(read_rows(cache, nowhere, implementation=self._implementation))
-            rows = transfers.to_device(rows, cache.buffer.sharding)
+            rows = transfers.to_device(rows, one_array(cache.buffer).sharding)
             cache = write_rows(cache, nowhere, rows, implementation=self._implementation)
         return cache
 
@@ -528,7 +529,7 @@ class HostPool:
         try:
             arriving = None
             for chunk, ids in moves:
-                following = ids, transfers.to_device(chunk.rows, cache.buffer.sharding)
+                following = ids, transfers.to_device(chunk.rows, one_array(cache.buffer).sharding)
                 if arriving is not None:
                     jax.block_until_ready(arriving)  # at most two chunks at a time on the device
                     cache = write_rows(cache, *arriving, implementation=self._implementation)

@@ -15,7 +15,7 @@ from jaxkv.offload.transfers import read_rows
 from jaxkv.ops.slots import slots_for
 from jaxkv.ops.writes import write_mla
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing import MAX_SLOTS
+from jaxkv_kernels.addressing import MAX_SLOTS, one_array
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.hot_rows import HostMemory, HotMap
 
@@ -186,7 +186,7 @@ class HotRows:
         cache = write_mla(new.cache, kv_c, k_pe, slots.reshape(-1), layer=layer, kv_scale=kv_scale)
         host_slots = slots_for(block_tables, positions, block_size=self.host.block_size)
         call = calls.StoreRows(
-            buffer=cache.buffer,
+            buffer=one_array(cache.buffer),
             layer=layer_index(layer, cache),
             slots=slots.reshape(-1),
             host_slots=host_slots.reshape(-1),
@@ -221,7 +221,7 @@ class HotRows:
                 f"`positions` has {count} tokens per request: expected at most {self.hot.rows}, the rows of a request"
             )
         call = calls.FetchRows(
-            buffer=self.cache.buffer,
+            buffer=one_array(self.cache.buffer),
             layer=layer_index(layer, self.cache),
             maps=self.maps,
             positions=int32(positions).reshape(requests, -1),

@@ -27,7 +27,7 @@ from jaxkv.ops.ragged_queries import check_rises, owners
 from jaxkv.ops.samples import BATCH, PAGED, array, sample_dtype, sample_options
 from jaxkv.ops.slots import slots_for
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing import lengths_in_table
+from jaxkv_kernels.addressing import lengths_in_table, one_array
 from jaxkv_kernels.formats.entries import IndexerEntry
 
 
@@ -117,7 +117,7 @@ def _logits_call(
     return calls.IndexerLogits(
         q=cast(jax.Array, q),
         weights=cast(jax.Array, weights),
-        buffer=cache.buffer,
+        buffer=one_array(cache.buffer),
         pages=pages,
         entry=entry,
         block_tables=tables,

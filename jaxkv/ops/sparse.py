@@ -25,6 +25,7 @@ from jaxkv.ops.attention import in_float
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, array, sample_options, sample_queries
 from jaxkv_kernels import calls
+from jaxkv_kernels.addressing import one_array
 from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.formats.entries import MLAEntry
 
@@ -253,7 +254,7 @@ def _checked_slots(dims: Dims, given: ExtraCache, prefix: str = "", count: str =
         data_checks.check_slots(f"{prefix}slots", jnp.where(used, slots, -1), pages)
         data_checks.check_live_entries(cache, slots, used, layer, name=f"{prefix}cache")
     kv_scale = entry_scale(f"{prefix}kv_scale", given.kv_scale, cache)
-    return ExtraSlots(cache.buffer, slots, counts, layer, kv_scale, pages, cache.layout.entry)
+    return ExtraSlots(one_array(cache.buffer), slots, counts, layer, kv_scale, pages, cache.layout.entry)
 
 
 def _sample(cache):

@@ -11,6 +11,7 @@ from jaxkv.cache import KVCache
 from jaxkv.checks import block_ids, check_one_buffer, describe
 from jaxkv.ops import blocks
 from jaxkv.ops.blocks import pairs_of_groups
+from jaxkv_kernels.addressing import one_array
 
 
 def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_blocks, *, implementation=None) -> KVCache:
@@ -45,7 +46,7 @@ def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_bloc
     if source_ids.size != target_ids.size:
         count = source_ids.size
         raise ValueError(f"`target_blocks` has {target_ids.size} ids: expected as many as `source_blocks`, {count}")
-    ours, theirs = (cache.buffer.size // cache.layout.size for cache in (source, target))
+    ours, theirs = (one_array(cache.buffer).size // cache.layout.size for cache in (source, target))
     if ours != theirs:
         raise ValueError(
             f"`target` is divided over {theirs} devices: expected as many as `source`, {ours}; context parallel "
@@ -63,9 +64,9 @@ def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_bloc
             "`target` stores the same entries as `source` in another order, padding or dtype: use the same layout for "
             "both, or convert the blocks with `jaxkv.convert_blocks`"
         )
-    data = _read(source, source_ids, source.buffer.sharding, implementation)
-    data = jax.device_put(data, target.buffer.sharding)
-    return _write(target, target_ids, data, target.buffer.sharding, implementation)
+    data = _read(source, source_ids, one_array(source.buffer).sharding, implementation)
+    data = jax.device_put(data, one_array(target.buffer).sharding)
+    return _write(target, target_ids, data, one_array(target.buffer).sharding, implementation)
 
 
 def _packed(name: str, cache: KVCache) -> str:

@@ -28,6 +28,7 @@ from jaxkv.serving.request import Request, stop_tokens, token_ids
 from jaxkv.serving.step_inputs import NOTHING, Choices, InputBatch, Schedule, Span
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
+from jaxkv_kernels.addressing import one_array
 
 GREEDY = Sampling()
 
@@ -97,7 +98,7 @@ class Engine(EngineBase):
         block_size = model.usual_block_size if block_size is None else block_size
         cache, layout = model.cache(num_blocks, block_size, order), model.layout(num_blocks, block_size, order)
         # Committed to its device, like the caches that loads return: jit compiles separately for committed arrays.
-        self.cache = jax.device_put(cache, cache.buffer.sharding)
+        self.cache = jax.device_put(cache, one_array(cache.buffer).sharding)
         self.pool = BlockPool(num_blocks)
         self.tiers = Tiers(offload)
         self.tiers.check(self.cache, layout)

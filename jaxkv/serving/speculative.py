@@ -20,6 +20,7 @@ from jaxkv.serving.base import EngineBase, ends_engine
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.request import Held, Request, stop_tokens, token_ids
 from jaxkv.serving.table import tables_of
+from jaxkv_kernels.addressing import one_array
 
 GREEDY = Sampling()
 
@@ -95,7 +96,7 @@ class SpeculativeEngine(EngineBase):
             raise ValueError("`model` has several block tables, windows or states: expected `Engine`, which has these")
         cache = model.cache(num_blocks, block_size, order)
         # Committed to its device, like the caches that programs return: jit compiles separately for committed arrays.
-        self.cache = jax.device_put(cache, cache.buffer.sharding)
+        self.cache = jax.device_put(cache, one_array(cache.buffer).sharding)
         self.pool = BlockPool(num_blocks)
         self.acceptance = AcceptanceStats()
         longest, least = self._entries(model.config.max_position_embeddings, 0), self._entries(1, 1)

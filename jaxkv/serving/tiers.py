@@ -6,6 +6,7 @@ from jaxkv.cache import KVCache
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv.offload import DamagedBlock, HostPool, LoadFailed
+from jaxkv_kernels.addressing import one_array
 
 _log = logging.getLogger("jaxkv")
 
@@ -34,8 +35,9 @@ class Tiers:
                 f"`offload` is a pool of other blocks\n{self._pool.layout}\nexpected those of `model.layout` with the "
                 f"engine's `block_size` and `order`\n{layout}"
             )
-        if len(cache.buffer.sharding.device_set) > 1:
-            raise ValueError(f"`offload` supports a cache on one device: this cache is on {cache.buffer.sharding}")
+        sharding = one_array(cache.buffer).sharding
+        if len(sharding.device_set) > 1:
+            raise ValueError(f"`offload` supports a cache on one device: this cache is on {sharding}")
 
     def warm_up(self, cache: KVCache) -> KVCache:
         """Compiles the programs of transfers."""

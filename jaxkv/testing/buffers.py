@@ -1,21 +1,37 @@
-"""The buffer of a cache as NumPy arrays: what each of its elements belongs to, from the layout's strides alone."""
+"""The buffer of a cache as NumPy arrays: what each of its elements belongs to, from the layout's strides alone.
+
+If keys and values have an array each, these follow one another here, as if they were one buffer: the keys come first.
+"""
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
 
 
+def cache_of(layout: jaxkv.CacheLayout, elements: Any) -> jaxkv.KVCache:
+    """The elements of a buffer, [`elements_of`], as a cache."""
+    size = layout.size
+    return jaxkv.KVCache(elements if layout.value_size is None else (elements[:size], elements[size:]), layout)
+
+
 def to_cache(layout: jaxkv.CacheLayout, buffer: np.ndarray) -> jaxkv.KVCache:
     """The bytes of a buffer, uint8 [nbytes], as a cache."""
-    return jaxkv.KVCache(jnp.asarray(buffer.view(layout.dtype)), layout)
+    return jax.tree.map(jnp.asarray, cache_of(layout, buffer.view(layout.dtype)))
 
 
 def to_bytes(cache: jaxkv.KVCache) -> np.ndarray:
     """The buffer of a cache as bytes, uint8 [nbytes]."""
-    return np.asarray(cache.buffer).view(np.uint8)
+    arrays = [np.asarray(array).view(np.uint8) for array in jax.tree.leaves(cache)]
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+
+
+def elements_of(layout: jaxkv.CacheLayout) -> int:
+    """The number of elements of a cache."""
+    return layout.size + (layout.value_size or 0)
 
 
 def packed_twin(layout: jaxkv.CacheLayout, dtype: Any = None) -> jaxkv.CacheLayout:
@@ -68,12 +84,13 @@ class AddressMap(NamedTuple):
 
 def address_map(layout: jaxkv.CacheLayout) -> AddressMap:
     """The address map of a layout."""
-    elements = _strided(layout, np.arange(layout.size, dtype=np.int32))
+    size = elements_of(layout)
+    elements = _strided(layout, np.arange(size, dtype=np.int32))
     blocks = [np.sort(part.swapaxes(0, 1).reshape(layout.num_blocks, -1)) for part in elements]
     blocks = np.concatenate(blocks, axis=1)
     if layout.blocks_are_runs:
-        blocks = np.arange(layout.size, dtype=np.int32).reshape(layout.num_blocks, -1)
-    layer, place, block, place_in_block = (np.full(layout.size, -1, np.int32) for _ in range(4))
+        blocks = np.arange(size, dtype=np.int32).reshape(layout.num_blocks, -1)
+    layer, place, block, place_in_block = (np.full(size, -1, np.int32) for _ in range(4))
     (twins,) = _strided(twin := packed_twin(layout, layout.dtype), np.arange(twin.size, dtype=np.int32))
     for part, places in zip(elements, _places(layout, layout.itemsize), strict=True):
         layer[part] = np.arange(layout.num_layers).reshape(-1, 1, 1, 1, 1)
@@ -102,7 +119,8 @@ def _strided(layout: jaxkv.CacheLayout, elements: np.ndarray) -> list[np.ndarray
     shape, item = (layout.num_layers, layout.num_blocks, layout.num_heads, layout.block_size), layout.itemsize
     runs = [(layout.strides, layout.offset)]
     if layout.value_strides is not None and layout.value_offset is not None:
-        runs.append((layout.value_strides, layout.value_offset))
+        before = 0 if layout.value_size is None else layout.size
+        runs.append((layout.value_strides, before + layout.value_offset))
     found = []
     for (strides, offset), places in zip(runs, _places(layout), strict=True):
         steps = [elements.itemsize * step for step in (strides.layer, strides.block, strides.head, strides.token, 1)]

@@ -178,5 +178,5 @@ class Case:
             f"[{self.requests}, {self.q_len}, {self.heads}] x {self.columns} columns, {self.count}{options}; "
             f"L={layout.num_layers} B={layout.num_blocks} N={layout.block_size} H={layout.num_heads} {layout.order} "
             f"strides {strides.layer}/{strides.block}/{strides.head}/{strides.token} +{layout.offset}{values} "
-            f"of {layout.size} {layout.dtype}"
+            f"of {' and '.join(map(str, filter(None, (layout.size, layout.value_size))))} {layout.dtype}"
         )

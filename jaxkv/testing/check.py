@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 
 import jaxkv
-from jaxkv.testing.buffers import AddressMap, packed_twin
+from jaxkv.testing.buffers import AddressMap, cache_of, elements_of, packed_twin
 from jaxkv.testing.case import Case, Draw
 from jaxkv.testing.compare import differ, excess
 
@@ -28,11 +28,12 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
     layout, twin_layout = case.layout, packed_twin(case.layout, case.layout.dtype)
     bits = jnp.dtype(f"uint{8 * layout.itemsize}")
 
-    def buffer(raw):
+    def values_of(raw):
         return raw if layout.dtype == bits else lax.bitcast_convert_type(raw, layout.dtype)
 
     def raw(cache):
-        return cache.buffer if layout.dtype == bits else lax.bitcast_convert_type(cache.buffer, bits)
+        arrays = [x if layout.dtype == bits else lax.bitcast_convert_type(x, bits) for x in jax.tree.leaves(cache)]
+        return arrays[0] if len(arrays) == 1 else jnp.concatenate(arrays)
 
     def noise(key, size):
         return jax.random.bits(key, (size,), bits)
@@ -43,11 +44,11 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
 
     def reading(key, draw: Draw, where: AddressMap, layer, twin_layer):
         nan = np.asarray(np.iinfo(bits).max, bits)
-        twin = jaxkv.KVCache(buffer(jnp.full((twin_layout.size,), nan, bits)), twin_layout)
+        twin = cache_of(twin_layout, values_of(jnp.full((twin_layout.size,), nan, bits)))
         slots = jnp.where(draw.live, jnp.arange(layout.num_slots, dtype=jnp.int32), -1)
         entries = normal(key, [(shape, jnp.float32) for shape in case.entry_shapes(layout.num_slots)])
         twin = case.writer(twin, *entries, slots, layer=0, **draw.scales, implementation="xla")
-        cache = jaxkv.KVCache(buffer(jnp.where(where.layer == layer, raw(twin)[where.place], nan)), layout)
+        cache = cache_of(layout, values_of(jnp.where(where.layer == layer, raw(twin)[where.place], nan)))
         values = normal(jax.random.fold_in(key, 1), case.value_shapes)
         found = case.run(cache, values, draw, draw.layer, implementation)
         exact = [value.astype(jnp.float32) for value in values]
@@ -91,25 +92,25 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
         ]
 
     def writing(key, draw: Draw, where: AddressMap, layer, twin_layer):
-        before = noise(jax.random.fold_in(key, 2), layout.size)
+        before = noise(jax.random.fold_in(key, 2), elements_of(layout))
         twin_before = noise(jax.random.fold_in(key, 3), twin_layout.size)
         before = jnp.where(where.layer == layer, twin_before[where.place], before)
         values = normal(key, case.value_shapes)
-        found = case.run(jaxkv.KVCache(buffer(before), layout), values, draw, draw.layer, implementation)
-        twin = case.expected(jaxkv.KVCache(buffer(twin_before), twin_layout), values, draw, twin_layer)
+        found = case.run(cache_of(layout, values_of(before)), values, draw, draw.layer, implementation)
+        twin = case.expected(cache_of(twin_layout, values_of(twin_before)), values, draw, twin_layer)
         return [differ(raw(found), jnp.where(where.layer == layer, raw(twin)[where.place], before))]
 
     def moving(key, draw: Draw, where: AddressMap):
-        before = noise(key, layout.size)
+        before = noise(key, elements_of(layout))
         known = [(ids >= 0) & (ids < layout.num_blocks) for ids in draw.index]
         if case.value_shapes:
             rows = noise(jax.random.fold_in(key, 1), where.blocks[0].size * case.count).reshape(case.count, -1)
         else:
             rows = jnp.where(known[0][:, None], before[where.blocks[jnp.where(known[0], draw.index[0], 0)]], 0)
-        values = [buffer(rows) for _ in case.value_shapes]
-        found = case.run(jaxkv.KVCache(buffer(before), layout), values, draw, draw.layer, implementation)
+        values = [values_of(rows) for _ in case.value_shapes]
+        found = case.run(cache_of(layout, values_of(before)), values, draw, draw.layer, implementation)
         if not isinstance(found, jaxkv.KVCache):
-            return [differ(found, buffer(rows))]
+            return [differ(found, values_of(rows))]
         target = jnp.where(known[0] & known[-1], draw.index[-1], layout.num_blocks)
         pair = jnp.full(layout.num_blocks, -1, jnp.int32).at[target].set(jnp.arange(case.count), mode="drop")
         pair = jnp.where(where.block >= 0, pair[where.block], -1)

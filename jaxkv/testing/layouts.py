@@ -137,9 +137,9 @@ def _keys_may_lie_apart(entry: Entry) -> bool:
 
 
 def _planes(rng: np.random.Generator, sizes: Sizes, dtype, itemsize: int) -> jaxkv.CacheLayout:
-    """Keys and values of a layer, or of a block, as an array each, in either order, each with heads or tokens first.
+    """Keys and values of a layer, or of a block, in planes, in either order, or all in an array each.
 
-    Tokens are contiguous, or padded to 16 bytes.
+    Each has heads or tokens first.  Tokens are contiguous, or padded to 16 bytes.
     """
     heads, tokens, blocks = (sizes[name] for name in ("num_heads", "block_size", "num_blocks"))
     unit = pick(rng, 1, 16 // itemsize)
@@ -151,7 +151,14 @@ def _planes(rng: np.random.Generator, sizes: Sizes, dtype, itemsize: int) -> jax
         token += -token % unit
         planes.append({"token": token, "head": row if heads_in_tokens else token * tokens})
         pages.append(token * tokens * (1 if heads_in_tokens else heads))
-    in_block, values_first = rng.integers(2, size=2)
+    in_block, values_first, two_arrays = rng.integers(2, size=3)
+    if two_arrays:
+        for plane, page in zip(planes, pages, strict=True):
+            plane |= {"block": page, "layer": page * blocks}
+        size, value_size = (page * blocks * sizes["num_layers"] for page in pages)
+        return jaxkv.CacheLayout.from_strides(
+            **sizes, strides=planes[0], size=size, value_strides=planes[1], value_size=value_size, dtype=dtype
+        )
     steps = 1 if in_block else blocks
     for plane, page in zip(planes, pages, strict=True):
         plane["block"] = sum(pages) if in_block else page

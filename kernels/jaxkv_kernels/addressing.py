@@ -10,12 +10,12 @@
 - `runs_of`: a whole block, in all layers, as the fewest runs of contiguous memory.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import cache, partial, reduce
 from itertools import accumulate
 from math import gcd, isqrt, prod
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,37 @@ from jax import lax
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import Field
+
+Buffer = jax.Array | tuple[jax.Array, jax.Array]
+"""The memory of a cache: one array, or a pair if keys and values have an array each (`Pages.two_arrays`)."""
+
+
+def dtype_of(buffer: Buffer) -> np.dtype:
+    """The dtype of the elements of a buffer."""
+    return (buffer[0] if isinstance(buffer, tuple) else buffer).dtype
+
+
+def one_array(buffer: Buffer) -> jax.Array:
+    """The buffer, for code that supports no pairs; ValueError if it is one."""
+    if isinstance(buffer, tuple):
+        sizes = " and ".join(str(array.size) for array in buffer)
+        raise ValueError(f"keys and values are in arrays of {sizes} elements: expected one buffer")
+    return buffer
+
+
+def arrays_of[Array](buffer: Array | tuple[Array, Array], count: int) -> tuple[Array, ...]:
+    """The array, or reference, that holds each of `count` parts of entries: the buffer or, if it is a pair, its two."""
+    return buffer if isinstance(buffer, tuple) else (buffer,) * count
+
+
+def updated[B: Buffer](buffer: B, update: Callable[..., jax.Array], *parts: Sequence[Any]) -> B:
+    """The buffer after `update(array, *part)` for each part of entries in turn, where `array` holds that part.
+
+    `parts` are sequences that have an item per part.
+    """
+    if isinstance(buffer, tuple):
+        return cast(B, tuple(map(update, buffer, *parts)))
+    return cast(B, reduce(lambda array, part: update(array, *part), zip(*parts, strict=True), buffer))
 
 
 @dataclass(frozen=True)
@@ -58,9 +89,14 @@ class Pages:
         return (self,) if self.values is None else (replace(self, values=None), self.values)
 
     @property
+    def two_arrays(self) -> bool:
+        """Whether keys and values are in an array each."""
+        return self.values is not None and self.values.own_array
+
+    @property
     def value_distance(self) -> int | None:
-        """Elements from a key to its value, if these lie apart and have the same strides; None otherwise."""
-        if self.values is None or _axes(self) != _axes(self.values):
+        """Elements from a key to its value, if these lie apart in one array and have the same strides; else None."""
+        if self.values is None or self.two_arrays or _axes(self) != _axes(self.values):
             return None
         return self.values.offset - self.offset
 
@@ -239,11 +275,13 @@ def row_view(pages: Pages) -> RowView:
 
 
 def row_views(pages: Pages) -> tuple[RowView, ...]:
-    """The coarsest view of each of `pages.parts`, all of one shape whose rows have fewer than 2**31 elements.
+    """The coarsest view of each of `pages.parts`, whose rows have fewer than 2**31 elements.
 
-    ValueError if the strides allow none.
+    All views have one shape, unless they are of two arrays.  ValueError if the strides allow none.
     """
     parts = pages.parts
+    if pages.two_arrays:
+        return tuple(map(row_view, parts))
     axes = [_axes(part) for part in parts]
     row, columns = pages.size, [part.offset for part in parts]
     shape, split, origins = [], [], [[] for _ in parts]
@@ -275,6 +313,14 @@ def row_views(pages: Pages) -> tuple[RowView, ...]:
         steps: dict[str, tuple[int, ...]] = {axis: (0,) * len(shape) + (stride,) for stride, _, axis in own}
         views.append(RowView((*shape, row), (*origin, column), steps | leading, part.width))
     return tuple(views)
+
+
+def in_views(buffer: Buffer, views: Sequence[RowView]) -> Buffer:
+    """The buffer in the shape of `row_views`, or each of two arrays in that of its own view; no copy."""
+    if isinstance(buffer, tuple):
+        keys, values = (array.reshape(view.shape) for array, view in zip(buffer, views, strict=True))
+        return keys, values
+    return buffer.reshape(views[0].shape)
 
 
 @dataclass(frozen=True)
@@ -437,14 +483,14 @@ def _start(view, **indices):
 
 
 def load_entries(
-    buffer: Any, pages: Pages, entry: Entry, slots: jax.Array, layer, *, dtype=None
+    buffer: Buffer, pages: Pages, entry: Entry, slots: jax.Array, layer, *, dtype=None
 ) -> tuple[jax.Array, jax.Array]:
     """Encoded entries [..., H, width] of all heads at `slots` [...], and whether each is in the cache.
 
     Entries are elements of `dtype`, by default the natural one, which `entry.decode` expects.  Those at slots outside
     the cache are 0, and the caller must mask the values that they decode to.
     """
-    runs = entry_runs(pages, entry, arrays_of(buffer, 1)[0].dtype.itemsize)
+    runs = entry_runs(pages, entry, dtype_of(buffer).itemsize)
     found = [
         read_slots(array, run, slots, layer) for array, run in zip(arrays_of(buffer, len(runs)), runs, strict=True)
     ]
@@ -462,20 +508,15 @@ def scale_at(scale: jax.Array | None, slots: jax.Array) -> jax.Array | None:
     return scale.reshape(-1, scale.shape[-1]).at[slots].get(mode="clip")
 
 
-def store_entries(buffer: Any, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> Any:
+def store_entries[B: Buffer](buffer: B, pages: Pages, entry: Entry, rows: jax.Array, slots: jax.Array, layer) -> B:
     """The buffer with encoded entries [..., H, width] stored at `slots` [...]; slots outside the cache are skipped."""
-    dtype = arrays_of(buffer, 1)[0].dtype
+    dtype = dtype_of(buffer)
     runs, pieces = entry_runs(pages, entry, dtype.itemsize), split_runs(pages, entry, rows, dtype)
-    if isinstance(buffer, tuple):
-        return tuple(map(partial(write_slots, slots=slots, layer=layer), buffer, runs, pieces))
-    for run, piece in zip(runs, pieces, strict=True):
-        buffer = write_slots(buffer, run, piece, slots, layer)
-    return buffer
 
+    def stored(array, run, piece):
+        return write_slots(array, run, piece, slots, layer)
 
-def arrays_of(buffer: Any, count: int) -> tuple[jax.Array, ...]:
-    """The array that holds each of `count` runs of entries: the buffer, or if it is a pair, its two arrays."""
-    return buffer if isinstance(buffer, tuple) else (buffer,) * count
+    return updated(buffer, stored, runs, pieces)
 
 
 def entry_runs(pages: Pages, entry: Entry, itemsize: int) -> list[Pages]:
@@ -531,8 +572,8 @@ class Runs:
 def runs_of(pages: Pages) -> tuple[Runs, ...]:
     """The runs of a block: one run, with padding and other groups, if blocks are runs; otherwise runs of entries.
 
-    Keys and values that lie apart have runs of their own.  If these differ only in where they begin, they are returned
-    together, with "part" as the outermost axis.
+    Keys and values that lie apart have runs of their own.  If these lie in one array and differ only in where they
+    begin, they are returned together, with "part" as the outermost axis.
     """
     if pages.blocks_are_runs:
         return (Runs((), pages.block_stride, 0, pages.block_stride),)
@@ -547,6 +588,6 @@ def runs_of(pages: Pages) -> tuple[Runs, ...]:
                 axes.insert(0, (axis, count, stride))
         found.append(Runs(tuple(axes), length, part.offset, part.block_stride))
     keys, distance = found[0], found[-1].offset - found[0].offset
-    if len(found) > 1 and found[-1] == replace(keys, offset=keys.offset + distance):
+    if len(found) > 1 and not pages.two_arrays and found[-1] == replace(keys, offset=keys.offset + distance):
         return (replace(keys, axes=(("part", 2, distance), *keys.axes)),)
     return tuple(found)

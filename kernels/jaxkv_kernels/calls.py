@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages, sums_from_0
+from jaxkv_kernels.addressing import Buffer, Pages, sums_from_0
 from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
@@ -56,8 +56,8 @@ class Call[Result]:
 class BlocksCall[Result](Call[Result]):
     """A call on the buffer of a cache.  Its kernel interprets no entries, unless a subclass says which."""
 
-    buffer: jax.Array
-    """The whole buffer of the cache: a pair of arrays if keys and values have one each (`pages.values.own_array`)."""
+    buffer: Buffer
+    """The whole buffer of the cache.  Only entries of keys and values may have two arrays."""
     pages: Pages = field(metadata=STATIC)
 
 
@@ -78,10 +78,11 @@ class CacheCall[Result, E: Entry](BlocksCall[Result]):
 
 
 @record
-class WriteMLA(CacheCall[jax.Array, MLAEntry]):
+class WriteMLA(CacheCall[Buffer, MLAEntry]):
     """Stores the latents and rotary keys of new tokens."""
 
     operation = "write_mla"
+    buffer: jax.Array
     kv_c: jax.Array
     """[T, R]."""
     k_pe: jax.Array
@@ -94,12 +95,12 @@ class WriteMLA(CacheCall[jax.Array, MLAEntry]):
     """float32 [T, P], the cosines, then the sines by which `k_pe` is rotated."""
     interleaved: bool = field(metadata=STATIC)
 
-    def run_on(self, kernels: "Kernels") -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> Buffer:
         return kernels.write_mla(self)
 
 
 @record
-class WriteKV(CacheCall[jax.Array, KVEntry]):
+class WriteKV(CacheCall[Buffer, KVEntry]):
     """Stores the keys and values of new tokens."""
 
     operation = "write_kv"
@@ -113,26 +114,27 @@ class WriteKV(CacheCall[jax.Array, KVEntry]):
     """float32, a scalar, [H] or, by slot, [num_blocks, block_size, H]; None if the format has no scale."""
     v_scale: jax.Array | None
 
-    def run_on(self, kernels: "Kernels") -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> Buffer:
         return kernels.write_kv(self)
 
 
 @record
-class WriteIndexerK(CacheCall[jax.Array, IndexerEntry]):
+class WriteIndexerK(CacheCall[Buffer, IndexerEntry]):
     """Stores the indexer keys of new tokens."""
 
     operation = "write_indexer_k"
+    buffer: jax.Array
     k: jax.Array
     """[T, D]."""
     slot_mapping: jax.Array
     """[T]."""
 
-    def run_on(self, kernels: "Kernels") -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> Buffer:
         return kernels.write_indexer_k(self)
 
 
 @record
-class WriteEntries(CacheCall[jax.Array, Entry]):
+class WriteEntries(CacheCall[Buffer, Entry]):
     """Stores the bytes of entries."""
 
     operation = "write_entries"
@@ -145,7 +147,7 @@ class WriteEntries(CacheCall[jax.Array, Entry]):
     def entries(self) -> tuple[Entry, ...]:
         return ()
 
-    def run_on(self, kernels: "Kernels") -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> Buffer:
         return kernels.write_entries(self)
 
 
@@ -168,6 +170,7 @@ class GatherMLA(GatherCall[tuple[jax.Array, jax.Array], MLAEntry]):
     """Reads latents [total, R] and rotary keys [total, P]."""
 
     operation = "gather_mla"
+    buffer: jax.Array
     kv_scale: jax.Array | None
     dtype: jnp.dtype = field(metadata=STATIC)
 
@@ -193,6 +196,7 @@ class GatherIndexerK(GatherCall[jax.Array, IndexerEntry]):
     """Reads indexer keys [total, D]."""
 
     operation = "gather_indexer_k"
+    buffer: jax.Array
     dtype: jnp.dtype = field(metadata=STATIC)
 
     def run_on(self, kernels: "Kernels") -> jax.Array:
@@ -237,6 +241,7 @@ class ReadMLA(ReadCall[tuple[jax.Array, jax.Array], MLAEntry]):
     """Reads latents [T, R] and rotary keys [T, P]."""
 
     operation = "read_mla"
+    buffer: jax.Array
     kv_scale: jax.Array | None
 
     def gather(self) -> GatherMLA:
@@ -268,6 +273,7 @@ class ReadIndexerK(ReadCall[jax.Array, IndexerEntry]):
     """Reads indexer keys [T, D]."""
 
     operation = "read_indexer_k"
+    buffer: jax.Array
 
     def gather(self) -> GatherIndexerK:
         """As `ReadMLA.gather`."""
@@ -390,6 +396,7 @@ class DecodeMLA(DecodeCall[MLAEntry]):
     """Absorbed attention: out [B, Q, Hq, value_dim] and float32 lse [B, Q, Hq]."""
 
     operation = "decode_mla"
+    buffer: jax.Array
     q_latent: jax.Array
     """[B, Q, Hq, R]."""
     q_pe: jax.Array
@@ -438,6 +445,7 @@ class DecodeMLASparse(CacheCall[tuple[jax.Array, jax.Array, jax.Array | None], M
     """
 
     operation = "decode_mla_sparse"
+    buffer: jax.Array
     q_latent: jax.Array
     """[B, Q, Hq, R]."""
     q_pe: jax.Array
@@ -495,6 +503,7 @@ class PrefillMLA(PrefillCall[MLAEntry]):
     """Attention to keys and values that are expanded from latents: out [..., H, V] and float32 lse [..., H]."""
 
     operation = "prefill_mla"
+    buffer: jax.Array
     q_nope: jax.Array
     """[B, Q, H, N], the last Q tokens of each request; with `cu_q_lens`, [T, H, N]."""
     q_pe: jax.Array
@@ -548,6 +557,7 @@ class IndexerLogits(CacheCall[jax.Array, IndexerEntry]):
     """The logits of the V3.2 indexer, float32 [B, Q, max_len]; -inf for tokens that a query token does not see."""
 
     operation = "indexer_logits"
+    buffer: jax.Array
     q: jax.Array
     """[B, Q, Hi, D]."""
     weights: jax.Array
@@ -591,16 +601,17 @@ class MergeStates(Call[tuple[jax.Array, jax.Array]]):
 
 
 @record
-class WriteState(CacheCall[jax.Array, StateEntry]):
+class WriteState(CacheCall[Buffer, StateEntry]):
     """Stores states; returns the buffer."""
 
     operation = "write_state"
+    buffer: jax.Array
     states: Mapping[str, jax.Array]
     """By name, [T, ...]."""
     slots: jax.Array
     """[T]."""
 
-    def run_on(self, kernels: "Kernels") -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> Buffer:
         return kernels.write_state(self)
 
 
@@ -609,6 +620,7 @@ class ReadState(CacheCall[dict[str, jax.Array], StateEntry]):
     """Reads states, by name [T, ...]."""
 
     operation = "read_state"
+    buffer: jax.Array
     slots: jax.Array
     """[T]."""
 
@@ -617,7 +629,7 @@ class ReadState(CacheCall[dict[str, jax.Array], StateEntry]):
 
 
 @record
-class CopyBlocks(BlocksCall[jax.Array]):
+class CopyBlocks(BlocksCall[Buffer]):
     """Copies blocks; returns the buffer."""
 
     operation = "copy_blocks"
@@ -626,7 +638,7 @@ class CopyBlocks(BlocksCall[jax.Array]):
     dst: jax.Array
     """[n]; pairs with an id outside the cache are skipped."""
 
-    def run_on(self, kernels: "Kernels") -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> Buffer:
         return kernels.copy_blocks(self)
 
 
@@ -643,7 +655,7 @@ class ReadBlocks(BlocksCall[jax.Array]):
 
 
 @record
-class WriteBlocks(BlocksCall[jax.Array]):
+class WriteBlocks(BlocksCall[Buffer]):
     """Overwrites blocks with payloads; returns the buffer."""
 
     operation = "write_blocks"
@@ -652,7 +664,7 @@ class WriteBlocks(BlocksCall[jax.Array]):
     data: jax.Array
     """[n, block_elements]."""
 
-    def run_on(self, kernels: "Kernels") -> jax.Array:
+    def run_on(self, kernels: "Kernels") -> Buffer:
         return kernels.write_blocks(self)
 
 
@@ -729,6 +741,7 @@ class ScaledLinear(Call[jax.Array]):
 class HotRowsCall[Result](BlocksCall[Result]):
     """A call on two caches: rows on the device, and the whole cache in host memory."""
 
+    buffer: jax.Array
     address: jax.Array
     """The address of the cache in host memory."""
     writes: jax.Array
@@ -886,8 +899,6 @@ class Kernels:
 
     transformable = False
     """Whether the kernels are plain JAX, which `jax.grad` and `jax.vmap` transform."""
-    two_arrays = False
-    """Whether the kernels support keys and values in an array each."""
 
     @classmethod
     def support(cls, operation: str) -> Support | None:
@@ -899,8 +910,6 @@ class Kernels:
         support = self.support(call.operation)
         if support is None:
             return [f"has no kernel for {call.operation}"]
-        if isinstance(call, BlocksCall) and isinstance(call.buffer, tuple) and not self.two_arrays:
-            return ["keys and values in an array each: supports one buffer"]
         return support.unsupported_reasons(call)
 
     def reasons(self, call: Call[Any]) -> list[str]:
@@ -917,16 +926,16 @@ class Kernels:
         """The device's time in nanoseconds modulo 2**32, int32 [1], once all work that `after` depends on is done."""
         raise NotImplementedError
 
-    def write_mla(self, call: WriteMLA) -> jax.Array:
+    def write_mla(self, call: WriteMLA) -> Buffer:
         raise NotImplementedError
 
-    def write_kv(self, call: WriteKV) -> jax.Array:
+    def write_kv(self, call: WriteKV) -> Buffer:
         raise NotImplementedError
 
-    def write_indexer_k(self, call: WriteIndexerK) -> jax.Array:
+    def write_indexer_k(self, call: WriteIndexerK) -> Buffer:
         raise NotImplementedError
 
-    def write_entries(self, call: WriteEntries) -> jax.Array:
+    def write_entries(self, call: WriteEntries) -> Buffer:
         raise NotImplementedError
 
     def gather_mla(self, call: GatherMLA) -> tuple[jax.Array, jax.Array]:
@@ -977,19 +986,19 @@ class Kernels:
     def merge_states(self, call: MergeStates) -> tuple[jax.Array, jax.Array]:
         raise NotImplementedError
 
-    def write_state(self, call: WriteState) -> jax.Array:
+    def write_state(self, call: WriteState) -> Buffer:
         raise NotImplementedError
 
     def read_state(self, call: ReadState) -> dict[str, jax.Array]:
         raise NotImplementedError
 
-    def copy_blocks(self, call: CopyBlocks) -> jax.Array:
+    def copy_blocks(self, call: CopyBlocks) -> Buffer:
         raise NotImplementedError
 
     def read_blocks(self, call: ReadBlocks) -> jax.Array:
         raise NotImplementedError
 
-    def write_blocks(self, call: WriteBlocks) -> jax.Array:
+    def write_blocks(self, call: WriteBlocks) -> Buffer:
         raise NotImplementedError
 
     def select_experts(self, call: SelectExperts) -> tuple[jax.Array, jax.Array]:

@@ -175,7 +175,7 @@ def test_explicit_strides():
 
 
 @pytest.mark.parametrize("blocks", [1, 3])
-@pytest.mark.parametrize("name", scenes.APART)
+@pytest.mark.parametrize("name", scenes.ONE_ARRAY)
 def test_keys_and_values_that_lie_apart(name, blocks):
     entry = KVEntry("bf16", head_dim=4, value_dim=2)
     layout = scenes.apart(entry, name, num_layers=2, num_blocks=blocks, num_heads=2, block_size=3)

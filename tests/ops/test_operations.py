@@ -80,7 +80,7 @@ HOT_ROWS = {"fetch_rows", "store_rows"}
 def test_kernels_are_of_declared_operations(backend):
     declared = {operation.name for operation in OPERATIONS}
     kernels = backend.kernels()
-    others = {"transformable", "two_arrays", "least_prefill", "stamp"}
+    others = {"transformable", "least_prefill", "stamp"}
     methods = {name for name in vars(type(kernels)) if not name.startswith("_")} - others
     assert methods <= declared | HOT_ROWS
     assert all(kernels.support(name) for name in methods)

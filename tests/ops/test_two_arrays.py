@@ -9,6 +9,7 @@ import jaxkv
 from jaxkv.offload import HostPool
 from jaxkv.parallel import transfer_blocks
 from support import oracle, scenes
+from support.available import assume_available
 from support.cases import further
 from support.compare import assert_same_bits
 
@@ -55,7 +56,8 @@ def new_of(entry):
 SLOTS = np.asarray([130, -1, 7, 2000, 64], np.int32)
 
 
-@pytest.mark.parametrize("entry", [BF16, further(INT8)], ids=["bf16", "int8"])
+@pytest.mark.ci
+@pytest.mark.parametrize("entry", [BF16, INT8], ids=["bf16", "int8"])
 def test_reads_equal_those_of_a_packed_cache(entry):
     scene = scenes.scene(entry, num_heads=HEADS)
     layout = layout_of(entry)
@@ -125,13 +127,28 @@ def test_blocks_are_copied_exported_and_converted():
     assert_same_bits(jaxkv.convert_blocks(jaxkv.read_blocks(moved, jnp.arange(2)), plain, layout), rows)
 
 
+@pytest.mark.parametrize("implementation", ["mosaic_gpu", "triton"])
+def test_kernels_support_them(implementation, monkeypatch):
+    assume_available(monkeypatch, implementation)
+    layout, ids = layout_of(jaxkv.KVEntry("bf16", 128, 64)), jnp.arange(3)
+    cache, q = scenes.shapes_of(layout), jnp.ones((3, 1, 8, 128), jnp.bfloat16)
+    calls = {
+        jaxkv.write_kv: ((cache, *new_of(layout.entry), SLOTS), {"layer": 0}),
+        jaxkv.gather_kv: ((cache, ids[:, None], jnp.arange(4)), {"layer": 0, "total": 3, "dtype": "bfloat16"}),
+        jaxkv.read_kv: ((cache, SLOTS), {"layer": 0, "dtype": "float32"}),
+        jaxkv.plan_decode: ((cache, ids[:, None], ids), {"num_heads": 8}),
+        jaxkv.decode_kv: ((q, cache, ids[:, None], ids), {"layer": 0, "scale": 1.0}),
+        jaxkv.prefill_kv: ((q, cache, ids[:, None], ids), {"layer": 0, "scale": 1.0}),
+        jaxkv.read_blocks: ((cache, ids), {}),
+        jaxkv.copy_blocks: ((cache, ids, ids), {}),
+    }
+    for operation, (args, keywords) in calls.items():
+        assert not jaxkv.explain(operation, *args, **keywords).reasons[implementation], operation
+
+
 def test_what_does_not_support_two_arrays_rejects_them():
     layout = layout_of(BF16)
-    cache, new = jaxkv.KVCache.zeros(layout), new_of(BF16)
-    reasons = jaxkv.explain(jaxkv.write_kv, cache, *new, SLOTS, layer=0).reasons
-    assert not reasons["xla"]
-    for implementation in ("triton", "mosaic_gpu"):
-        assert "keys and values in an array each: supports one buffer" in reasons[implementation]
+    cache = jaxkv.KVCache.zeros(layout)
     refused = "`cache` has keys and values in arrays of 98312 and 49152 elements: expected one buffer"
     with pytest.raises(ValueError, match=refused):
         HostPool(layout, 2).store(cache, [0], [b"key"])

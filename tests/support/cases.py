@@ -68,9 +68,12 @@ def _apart():
     bf16, uneven, fp8 = jaxkv.KVEntry("bf16", 16), jaxkv.KVEntry("bf16", 16, 8), jaxkv.KVEntry("fp8", 16)
     int8, nvfp4 = jaxkv.KVEntry("int8", 16, 8), jaxkv.KVEntry("nvfp4", 32, 16)
     mixed, rare = scenes.MIXED_ENTRIES[:2]
-    chosen = dict(zip(scenes.APART, (bf16, fp8, uneven, int8), strict=True))
+    chosen = dict(zip(scenes.APART, (bf16, fp8, uneven, int8, bf16, int8), strict=True))
     others = [(entry, name) for name in scenes.APART for entry in (bf16, uneven, fp8, int8, nvfp4, mixed)]
-    cases = [(entry, name, ()) for name, entry in chosen.items()]
+    cases = [
+        (entry, name, pytest.mark.ci if name == "two arrays with strides of their own" else ())
+        for name, entry in chosen.items()
+    ]
     cases += [
         (entry, name, pytest.mark.ci if name == "values with strides of their own" else pytest.mark.slow)
         for entry, name in others
@@ -86,8 +89,9 @@ def _apart():
 apart = pytest.mark.parametrize(("entry", "name"), _apart())
 """Parametrises `entry` and `name` of layouts whose keys and values lie apart.
 
-Each layout runs by default, with numbers or bytes, with planes of equal or unequal width; with strides of their own
-for values, all of these are `further`, and the others `slow`.
+Each layout runs by default, with numbers or bytes, with planes of equal or unequal width; that of two arrays with
+strides of their own is `further`.  With strides of their own for values, all of these are `further`, and the others
+`slow`.
 """
 
 

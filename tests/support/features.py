@@ -50,10 +50,12 @@ FEATURES = {
         ),
         Feature(
             "keys and values as two arrays",
-            "`from_strides(value_size=)`, on `xla`",
+            "`from_strides(value_size=)`",
             (
                 "tests/ops/test_two_arrays.py::test_reads_equal_those_of_a_packed_cache",
                 "tests/ops/test_two_arrays.py::test_writes_touch_nothing_else_and_update_both_arrays_in_place",
+                MOSAIC + "test_kv.py::TestInterpreted::test_keys_and_values_that_lie_apart",
+                TRITON + "test_decode.py::TestInterpretedDecodeKV::test_keys_and_values_that_lie_apart",
             ),
         ),
         Feature(

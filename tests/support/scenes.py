@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -85,13 +86,17 @@ APART = {
     "keys and values in halves of blocks": ("BL", "HN", "HN"),
     "values before keys": ("", "LBNH", "LBNH"),
     "values with strides of their own": ("B", "LNH", "HLN"),
+    "two arrays": ("L", "BNH", "BNH"),
+    "two arrays with strides of their own": ("", "LBNH", "BHLN"),
 }
 """The axes of layouts whose keys and values lie apart, outermost first, by name: those of both, then those of keys and
-those of values, whose planes lie one after the other."""
+those of values, whose planes lie one after the other, or in an array each."""
+ONE_ARRAY = [name for name in APART if not name.startswith("two arrays")]
+"""Those with one buffer."""
 
 
 def apart(entry, name, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):
-    """A layout of `APART`, with a gap before each pair of planes."""
+    """A layout of `APART`, with a gap before each pair of planes, or in each array."""
     sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, num_heads=num_heads, entry=entry)
     counts = dict(zip("LBNH", (num_layers, num_blocks, block_size, num_heads), strict=True))
     names = {"L": "layer", "B": "block", "N": "token", "H": "head"}
@@ -105,17 +110,31 @@ def apart(entry, name, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_si
             step *= counts[axis]
         planes.append(steps)
         extents.append(step)
-    gap = 16 // item
-    offsets = [gap + extents[1], gap] if name == "values before keys" else [gap, gap + extents[0]]
-    step = gap + sum(extents)
-    for axis in reversed(outer):
-        for steps in planes:
-            steps[names[axis]] = step
-        step *= counts[axis]
-    strides, value_strides = planes
+    gap, (key, value), (strides, value_strides) = 16 // item, extents, planes
+
+    def with_outer_axes(planes, step):
+        """Adds the strides of the outer axes to those of planes that take `step` elements; returns those of all."""
+        for axis in reversed(outer):
+            for steps in planes:
+                steps[names[axis]] = step
+            step *= counts[axis]
+        return step
+
+    if name in ONE_ARRAY:
+        offset, value_offset = (gap + value, gap) if name == "values before keys" else (gap, gap + key)
+        arrays = {"size": with_outer_axes(planes, gap + key + value)}
+    else:
+        offset = value_offset = gap
+        arrays = {"size": with_outer_axes([strides], gap + key)}
+        arrays["value_size"] = with_outer_axes([value_strides], gap + value)
     return jaxkv.CacheLayout.from_strides(
-        **sizes, strides=strides, offset=offsets[0], value_strides=value_strides, value_offset=offsets[1], size=step
+        **sizes, strides=strides, offset=offset, value_strides=value_strides, value_offset=value_offset, **arrays
     )
+
+
+def shapes_of(layout):
+    """A cache of shapes, for what needs no values."""
+    return jax.eval_shape(lambda: jaxkv.KVCache.zeros(layout))
 
 
 @cache

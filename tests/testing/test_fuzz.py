@@ -21,7 +21,7 @@ from jaxkv.testing.compare import EPSILON, differ, excess
 from jaxkv_kernels.calls import Kernels, supports
 from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.xla.kernels import XLA
-from support import kernels
+from support import kernels, scenes
 from support.available import assume_available
 from support.cases import further, slow
 from support.compare import assert_close
@@ -73,7 +73,7 @@ def test_planned_attention_is_supported_where_the_plan_is(implementation, monkey
         assert isinstance(case, Plan), f"seed {seed}: {case}"
         draw = case.draw(np.random.default_rng(0))
         values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
-        cache = jaxkv.KVCache(jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype), case.layout)
+        cache = scenes.shapes_of(case.layout)
         args, keywords = case.attention.arguments(cache, values, draw, draw.layer)
         reasons = jaxkv.explain(case.attention.function, *args, **keywords).reasons[implementation]
         assert not reasons, f"seed {seed}: {case}"
@@ -339,7 +339,8 @@ def test_draws_are_of_every_kind():
     assert {True, False} == {layout.blocks_are_runs for layout in layouts}
     assert any(layout.strides.token > layout.num_heads * layout.width for layout in layouts if layout.order[0] == "B")
     assert any(layout.dtype != layout.entry.dtype for layout in layouts)
-    apart = [layout for layout in layouts if layout.value_offset is not None]
+    assert any(layout.value_size is not None for layout in layouts), "keys and values in an array each"
+    apart = [layout for layout in layouts if layout.value_offset is not None and layout.value_size is None]
     assert {layout.value_offset > layout.offset for layout in apart} == {True, False}, "values before and behind keys"
     assert any(layout.entry.quantised for layout in apart)
     assert any(layout.pages.value_distance is None for layout in apart), "strides of their own"

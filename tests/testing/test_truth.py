@@ -46,7 +46,7 @@ def spread(layout, layer, rows, before):
     packed = np.full(twin.nbytes, 0xFF, np.uint8)
     pages = rows.reshape(layout.num_blocks, layout.block_size, layout.num_heads, -1).swapaxes(1, 2)
     scenes.place(twin, packed, 0, pages)
-    elements, mine = before.reshape(layout.size, -1).copy(), where.layer == layer
+    elements, mine = before.reshape(where.layer.size, -1).copy(), where.layer == layer
     elements[mine] = packed.reshape(twin.size, -1)[where.place[mine]]
     return elements.reshape(-1)
 
@@ -105,7 +105,7 @@ def test_writes(operation, seed):
         if (layer := layer_of(case, draw)) is not None:
             twin, where = packed_twin(layout, layout.dtype), address_map(layout)
             packed, mine = np.zeros((twin.size, layout.itemsize), np.uint8), where.layer == layer
-            packed[where.place[mine]] = before.reshape(layout.size, -1)[mine]
+            packed[where.place[mine]] = before.reshape(where.layer.size, -1)[mine]
             rows = by_slot(twin, packed.reshape(-1))
             scales, inside = scales_of(case, draw), np.clip(draw.index[0], 0, layout.num_slots - 1)
             scales = [s[inside] if np.ndim(s) > 2 else s for s in scales]

@@ -33,6 +33,8 @@ tables, lengths, slots = jnp.zeros((2, 4), jnp.int32), jnp.ones(2, jnp.int32), j
 on_host = np.zeros((2, 4), np.int32), np.ones(2, np.int32)
 
 assert_type(cache, KVCache[MLAEntry])
+assert_type(cache.buffer, jax.Array | tuple[jax.Array, jax.Array])
+assert_type(KVCache((jnp.zeros(9), jnp.zeros(9)), kv_cache.layout), KVCache[KVEntry])
 assert_type(kv_cache.layout.entry, KVEntry)
 assert_type(mixed, KVCache[KVEntry])
 

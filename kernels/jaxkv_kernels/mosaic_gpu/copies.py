@@ -26,7 +26,18 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import Pages, RowView, Runs, row_view, row_views, runs_of
+from jaxkv_kernels.addressing import (
+    Buffer,
+    Pages,
+    RowView,
+    Runs,
+    arrays_of,
+    dtype_of,
+    in_views,
+    row_view,
+    row_views,
+    runs_of,
+)
 from jaxkv_kernels.calls import BlocksCall, CopyBlocks, ReadBlocks, ReadState, WriteBlocks, WriteState
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
@@ -139,9 +150,11 @@ def chunked(body, parts: Sequence[Runs], blocks: int, dtype, *, out_type: Any = 
 
 @dataclass(frozen=True)
 class BlockRuns(Runs):
-    """The runs of a block, in a view of the buffer."""
+    """The runs of a block, in a view of the buffer, or of one of its two arrays."""
 
     view: RowView
+    number: int
+    """The index of these runs among the parts of a block."""
     first: int
     """The element of an exported block at which the first run begins."""
 
@@ -158,23 +171,28 @@ class BlockRuns(Runs):
             run = floordiv(run, count)
         return self.view.index(block=block, **indices)
 
+    def part_of(self, cache_ref, place, start, size):
+        """The `size` elements from element `start` on of the run that begins at `place`, an `index`."""
+        *row, column = place
+        return arrays_of(cache_ref, self.number + 1)[self.number].at[*row, pl.ds(column + start, size)]
+
 
 def block_runs(pages: Pages) -> tuple[BlockRuns, ...]:
     """The runs of the blocks of `pages`; ValueError where a row of the view is too long for int32."""
     views = row_views(pages.whole_blocks if pages.blocks_are_runs else pages)
     found, first = [], 0
-    for runs, view in zip(runs_of(pages), views, strict=False):
+    for number, (runs, view) in enumerate(zip(runs_of(pages), views, strict=False)):
         if any(axis == "part" for axis, *_ in runs.axes):  # both views, which differ in their origins
             step = tuple(value - key for key, value in zip(views[0].origin, views[1].origin, strict=True))
             view = replace(view, steps=view.steps | {"part": step})
-        found.append(BlockRuns(runs.axes, runs.length, runs.offset, runs.block_stride, view, first))
+        found.append(BlockRuns(runs.axes, runs.length, runs.offset, runs.block_stride, view, number, first))
         first += runs.count * runs.length
     return tuple(found)
 
 
 def blocks_unsupported_reasons(call: BlocksCall) -> Iterator[str]:
     """Reasons against a call that moves whole blocks."""
-    pages, itemsize = call.pages, call.buffer.dtype.itemsize
+    pages, itemsize = call.pages, dtype_of(call.buffer).itemsize
     if pages.block_elements >= 2**31:
         yield f"blocks of {pages.block_elements} elements: supports fewer than 2**31"
     try:
@@ -193,7 +211,7 @@ def blocks_unsupported_reasons(call: BlocksCall) -> Iterator[str]:
 def read_blocks(call: ReadBlocks) -> jax.Array:
     """Blocks [n] as rows [n, block_elements]; rows of zeros for ids outside the cache."""
     buffer, blocks, pages = call.buffer, call.blocks, call.pages
-    rows = jax.ShapeDtypeStruct((blocks.shape[0], pages.block_elements), buffer.dtype)
+    rows = jax.ShapeDtypeStruct((blocks.shape[0], pages.block_elements), dtype_of(buffer))
     if not blocks.size:
         return jnp.zeros(rows.shape, rows.dtype)
     parts = block_runs(pages)
@@ -201,32 +219,31 @@ def read_blocks(call: ReadBlocks) -> jax.Array:
     def read_blocks(each_chunk, cache_ref, block_ref, out_ref, stage, full):
         def move(runs, i, run, start, size):
             block = block_ref[i]
-            *row, column = runs.index(block, run)
-            source = cache_ref.at[*row, pl.ds(column + start, size)]
+            source = runs.part_of(cache_ref, runs.index(block, run), start, size)
             good = (block >= 0) & (block < pages.num_blocks)
             lax.cond(good, lambda: fetch(source, stage, full), lambda: clear(stage))
             send(stage, out_ref.at[i, pl.ds(runs.in_row(run, start), size)])
 
         each_chunk(move)
 
-    read = chunked(read_blocks, parts, blocks.size, buffer.dtype, out_type=rows)
-    return read(buffer.reshape(parts[0].view.shape), blocks)
+    read = chunked(read_blocks, parts, blocks.size, rows.dtype, out_type=rows)
+    return read(in_views(buffer, [runs.view for runs in parts]), blocks)
 
 
 @jax.jit
-def write_blocks(call: WriteBlocks) -> jax.Array:
+def write_blocks(call: WriteBlocks) -> Buffer:
     """Writes rows [n, block_elements] to blocks [n]; ids outside the cache are skipped."""
     buffer, blocks, pages = call.buffer, call.blocks, call.pages
     if not blocks.size:
         return buffer
     parts = block_runs(pages)
-    ref = jax.new_ref(buffer.reshape(parts[0].view.shape))
+    ref = jax.tree.map(jax.new_ref, in_views(buffer, [runs.view for runs in parts]))
     _write_into(ref, blocks, call.data, parts, pages)
-    return freeze(ref).reshape(buffer.shape)
+    return jax.tree.map(jnp.ravel, freeze(ref))
 
 
 def _write_into(ref, blocks, data, parts, pages):
-    """Writes rows to blocks of `ref`, the buffer in the view of `parts`."""
+    """Writes rows to blocks of `ref`, the buffer in the view of `parts`, or two arrays in those of each."""
 
     def write_blocks(each_chunk, data_ref, block_ref, cache_ref, stage, full):
         def move(runs, i, run, start, size):
@@ -234,9 +251,9 @@ def _write_into(ref, blocks, data, parts, pages):
 
             @pl.when((block >= 0) & (block < pages.num_blocks))
             def _():
-                *row, column = runs.index(block, run)
+                place = runs.index(block, run)
                 fetch(data_ref.at[i, pl.ds(runs.in_row(run, start), size)], stage, full)
-                send(stage, cache_ref.at[*row, pl.ds(column + start, size)])
+                send(stage, runs.part_of(cache_ref, place, start, size))
 
         each_chunk(move)
 
@@ -244,7 +261,7 @@ def _write_into(ref, blocks, data, parts, pages):
 
 
 @jax.jit
-def copy_blocks(call: CopyBlocks) -> jax.Array:
+def copy_blocks(call: CopyBlocks) -> Buffer:
     """Copies blocks `src` [n] to blocks `dst` [n], all read before any is written.
 
     Pairs with an id outside the cache are skipped.
@@ -266,8 +283,7 @@ def copy_blocks(call: CopyBlocks) -> jax.Array:
             target, held = now_ref[i], later_ref[i] >= 0
 
             def part_of(block):
-                *row, column = runs.index(block, run)
-                return cache_ref.at[*row, pl.ds(column + start, size)]
+                return runs.part_of(cache_ref, runs.index(block, run), start, size)
 
             @pl.when((target >= 0) | held)
             def _():
@@ -277,11 +293,11 @@ def copy_blocks(call: CopyBlocks) -> jax.Array:
 
         each_chunk(move)
 
-    ref = jax.new_ref(buffer.reshape(parts[0].view.shape))
-    rows = jax.ShapeDtypeStruct((src.size, pages.block_elements), buffer.dtype)
-    held = chunked(copy_blocks, parts, src.size, buffer.dtype, out_type=rows)(src, now, later, ref)
+    ref = jax.tree.map(jax.new_ref, in_views(buffer, [runs.view for runs in parts]))
+    rows = jax.ShapeDtypeStruct((src.size, pages.block_elements), dtype_of(buffer))
+    held = chunked(copy_blocks, parts, src.size, rows.dtype, out_type=rows)(src, now, later, ref)
     _write_into(ref, later, held, parts, pages)
-    return freeze(ref).reshape(buffer.shape)
+    return jax.tree.map(jnp.ravel, freeze(ref))
 
 
 def states_unsupported_reasons(call: WriteState | ReadState) -> Iterator[str]:

@@ -37,7 +37,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages, join_runs, split_runs
+from jaxkv_kernels.addressing import Buffer, Pages, arrays_of, dtype_of, join_runs, split_runs
 from jaxkv_kernels.calls import (
     GatherEntries,
     GatherIndexerK,
@@ -70,7 +70,7 @@ WORD = 4
 """Bytes: addresses of entries that lanes convert are multiples of it."""
 
 
-def write(call: Write) -> jax.Array:
+def write(call: Write) -> Buffer:
     """Stores new entries at slots of a layer; returns the new buffer."""
     if not _angles(call) and _copied(call.entry, [value.dtype for value in _values(call)]):
         return store_entries(call, _values(call))
@@ -82,9 +82,9 @@ def gather(call: Gather) -> tuple[jax.Array, ...]:
     return load_entries(call, call.entry) if _copied(call.entry, [call.dtype]) else decode_entries(call)
 
 
-def write_entries(call: WriteEntries) -> jax.Array:
+def write_entries(call: WriteEntries) -> Buffer:
     """Stores the bytes of entries at slots of a layer; returns the new buffer."""
-    return store_entries(call, split_runs(call.pages, call.entry, call.rows, call.buffer.dtype))
+    return store_entries(call, split_runs(call.pages, call.entry, call.rows, dtype_of(call.buffer)))
 
 
 def gather_entries(call: GatherEntries) -> jax.Array:
@@ -96,7 +96,7 @@ def write_unsupported_reasons(call: Write) -> Iterator[str]:
     """Reasons against a call that writes entries."""
     yield from token_scale_reasons(call)
     if isinstance(call, WriteMLA) and call.cos_sin is not None:
-        yield from _conversion_reasons(call.entry, call.pages, call.buffer.dtype.itemsize)
+        yield from _conversion_reasons(call.entry, call.pages, dtype_of(call.buffer).itemsize)
         if not call.interleaved and call.entry.sizes[-1] % (2 * CHUNK):
             yield f"`cos_sin` for halves of {call.entry.sizes[-1] // 2} values: supports multiples of {CHUNK}"
     else:
@@ -121,7 +121,7 @@ def bytes_unsupported_reasons(call: WriteEntries | GatherEntries) -> Iterator[st
     if call.entry.split:
         yield "split pages: supports entries whose parts lie together"
     else:
-        yield from copy_reasons(EntryBytes.of(call), call.pages, call.buffer.dtype.itemsize)
+        yield from copy_reasons(EntryBytes.of(call), call.pages, dtype_of(call.buffer).itemsize)
 
 
 def _values(call: Write) -> tuple[jax.Array, ...]:
@@ -157,7 +157,7 @@ def _copied(entry: Entry, dtypes) -> bool:
 
 def _move_reasons(call: Write | Gather | Read, dtypes) -> Iterator[str]:
     """Reasons against moving entries between the cache and arrays of their values, of `dtypes`."""
-    itemsize = call.buffer.dtype.itemsize
+    itemsize = dtype_of(call.buffer).itemsize
     if _copied(call.entry, dtypes):
         yield from copy_reasons(call.entry, call.pages, itemsize)
     else:
@@ -185,7 +185,7 @@ def _conversion_reasons(entry: Entry, pages: Pages, itemsize: int) -> Iterator[s
 
 
 @jax.jit
-def encode_entries(call: Write) -> jax.Array:
+def encode_entries(call: Write) -> Buffer:
     """The buffer with the values of a call stored at slots of a layer; slots outside the cache are skipped.
 
     With `cos_sin`, the last value is rotated first (`jaxkv_kernels.rotary`); entries then have one head.
@@ -193,8 +193,8 @@ def encode_entries(call: Write) -> jax.Array:
     buffer, pages, slots = call.buffer, call.pages, call.slot_mapping
     if not slots.size:
         return buffer
-    heads = pages.num_heads
-    fields = fields_of(call.entry, pages, buffer.dtype.itemsize)
+    heads, dtype = pages.num_heads, dtype_of(buffer)
+    fields = fields_of(call.entry, pages, dtype.itemsize)
     entries = slots.size * heads
     team = teams(fields, entries)
     lanes = mover(team)
@@ -220,13 +220,14 @@ def encode_entries(call: Write) -> jax.Array:
 
     def store(loaded, *refs):
         raw, keep, index, found_scales = loaded
-        for field, value, chunks in zip(fields, values, raw, strict=True):
+        cache_refs = arrays_of(refs[-1], len(fields))
+        for field, cache_ref, value, chunks in zip(fields, cache_refs, values, raw, strict=True):
             scale = scale_of(field, found_scales)
-            lanes.store_entry(field, refs[-1], chunks, str(value.dtype), keep, index, scale)
+            lanes.store_entry(field, cache_ref, chunks, str(value.dtype), keep, index, scale)
 
-    ref = jax.new_ref(lanes.buffer(buffer))
+    ref = jax.tree.map(lambda array: jax.new_ref(lanes.buffer(array)), buffer)
     team.run("encode_entries", load, store, *values, slots, jnp.reshape(call.layer, (1,)), *scales, *angles, ref)
-    return view_as(freeze(ref), buffer.dtype)
+    return jax.tree.map(lambda array: view_as(array, dtype), freeze(ref))
 
 
 @jax.jit
@@ -234,7 +235,7 @@ def decode_entries(call: Gather) -> tuple[jax.Array, ...]:
     """The values of the tokens of ragged runs, [total, (H,) n_i] of the call's dtype; rows without a token are 0."""
     buffer, pages, total = call.buffer, call.pages, call.total
     heads = pages.num_heads
-    fields = fields_of(call.entry, pages, buffer.dtype.itemsize)
+    fields = fields_of(call.entry, pages, dtype_of(buffer).itemsize)
     team = teams(fields, total * heads)
     lanes = mover(team)
     starts = [] if call.seq_starts is None else [call.seq_starts]
@@ -252,7 +253,9 @@ def decode_entries(call: Gather) -> tuple[jax.Array, ...]:
         index = {"layer": jnp.where(in_cache, layer, 0), "block": place.block, "head": head, "token": place.token}
         live = place.live & in_cache
         found_scales = [jnp.where(live, scale, 0) for scale in found_scales]
-        return i, inside, [lanes.load_entry(field, cache_ref, live, index) for field in fields], found_scales
+        cache_refs = arrays_of(cache_ref, len(fields))
+        found = [lanes.load_entry(*each, live, index) for each in zip(fields, cache_refs, strict=True)]
+        return i, inside, found, found_scales
 
     def store(loaded, *refs):
         i, inside, found, found_scales = loaded
@@ -262,7 +265,7 @@ def decode_entries(call: Gather) -> tuple[jax.Array, ...]:
 
     out_type = [jax.ShapeDtypeStruct((total * heads, field.count), call.dtype) for field in fields]
     runs = call.block_tables, call.cu_seq_lens, jnp.reshape(call.layer, (1,))
-    operands = (lanes.buffer(buffer), *runs, *starts, *scales)
+    operands = (jax.tree.map(lanes.buffer, buffer), *runs, *starts, *scales)
     found = team.run("decode_entries", load, store, *operands, out_type=out_type)
     rows = (total,) if call.entry.one_head else (total, heads)
     return tuple(values.reshape(*rows, -1) for values in found)

@@ -42,7 +42,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import Pages, row_views
+from jaxkv_kernels.addressing import Buffer, Pages, arrays_of, dtype_of, in_views, row_views
 from jaxkv_kernels.calls import (
     GatherEntries,
     GatherIndexerK,
@@ -76,7 +76,7 @@ class EntryBytes:
     @staticmethod
     def of(call: GatherEntries | WriteEntries) -> "EntryBytes":
         """The bytes of the entries of a call, whose pages are not split."""
-        itemsize = call.buffer.dtype.itemsize
+        itemsize = dtype_of(call.buffer).itemsize
         return EntryBytes(tuple(part.width * itemsize for part in call.pages.parts), call.entry.one_head)
 
     @property
@@ -160,7 +160,7 @@ def copy_reasons(entry: Entry | EntryBytes, pages: Pages, itemsize: int) -> Iter
 
 
 @jax.jit
-def store_entries(call: WriteMLA | WriteKV | WriteIndexerK | WriteEntries, parts) -> jax.Array:
+def store_entries(call: WriteMLA | WriteKV | WriteIndexerK | WriteEntries, parts) -> Buffer:
     """The buffer with parts [T, (H,) n_i] at slots [T] of a layer; slots outside the cache are skipped.
 
     The parts of an entry are side by side, or in runs of their own if keys and values lie apart.
@@ -169,7 +169,7 @@ def store_entries(call: WriteMLA | WriteKV | WriteIndexerK | WriteEntries, parts
     count, interpret = slots.shape[0], bool(interpreting.value)
     if not count:
         return buffer
-    views, dtype = row_views(pages), buffer.dtype
+    views, dtype = row_views(pages), dtype_of(buffer)
     parts = [view_as(part, dtype).reshape(count, pages.num_heads, -1) for part in parts]
     sizes, apart = [part.shape[-1] for part in parts], pages.values is not None
     share = warp_share(count, pages.num_heads, pages.num_heads * sum(sizes) * dtype.itemsize, interpret=interpret)
@@ -197,10 +197,11 @@ def store_entries(call: WriteMLA | WriteKV | WriteIndexerK | WriteEntries, parts
                 head, block = share.first_head(warp) + i, floordiv(slot, pages.block_size)
                 in_block = slot - block * pages.block_size
                 before = 0
+                into = arrays_of(cache_ref, len(parts))
                 for part, (stage, size) in enumerate(zip(staged, sizes, strict=True)):
                     view = views[part] if apart else views[0]
                     *row, column = view.index(layer=layer, block=block, head=head, token=in_block)
-                    plgpu.copy_smem_to_gmem(stage.at[token, head], cache_ref.at[*row, pl.ds(column + before, size)])
+                    plgpu.copy_smem_to_gmem(stage.at[token, head], into[part].at[*row, pl.ds(column + before, size)])
                     before += 0 if apart else size
                 return ()
 
@@ -212,7 +213,7 @@ def store_entries(call: WriteMLA | WriteKV | WriteIndexerK | WriteEntries, parts
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    ref = jax.new_ref(buffer.reshape(views[0].shape))
+    ref = jax.tree.map(jax.new_ref, in_views(buffer, views))
     kernel(
         store,
         interpret=interpret,
@@ -225,7 +226,7 @@ def store_entries(call: WriteMLA | WriteKV | WriteIndexerK | WriteEntries, parts
             plgpu.Barrier(num_arrivals=len(parts)),
         ),
     )(*parts, slots, jnp.reshape(call.layer, (1,)), ref)
-    return freeze(ref).reshape(buffer.shape)
+    return jax.tree.map(jnp.ravel, freeze(ref))
 
 
 WARPGROUP_BYTES = 128 * 8
@@ -236,7 +237,7 @@ WARPGROUP_BYTES = 128 * 8
 def load_entries(call: GatherMLA | GatherKV | GatherIndexerK | GatherEntries, entry: Entry | EntryBytes):
     """The entry's parts [total, (H,) n_i] of the tokens of ragged runs; 0 in rows without a token."""
     buffer, pages, total, interpret = call.buffer, call.pages, call.total, bool(interpreting.value)
-    views, dtype, heads, runs = row_views(pages), buffer.dtype, pages.num_heads, pages.parts
+    views, dtype, heads, runs = row_views(pages), dtype_of(buffer), pages.num_heads, pages.parts
     sizes = [size * entry.dtype.itemsize // dtype.itemsize for size in entry.sizes]
     width = sum(run.width for run in runs)
     share = warp_share(total, heads, heads * width * dtype.itemsize, interpret=interpret, least=token_ways(heads))
@@ -267,10 +268,11 @@ def load_entries(call: GatherMLA | GatherKV | GatherIndexerK | GatherEntries, en
                     entry_at = dict(
                         layer=jnp.where(in_cache, layer, 0), block=place.block, head=head, token=place.token
                     )
-                    for run, view, begin in zip(runs, views, begins, strict=True):
+                    sources = arrays_of(cache_ref, len(runs))
+                    for source, run, view, begin in zip(sources, runs, views, begins, strict=True):
                         *row, column = view.index(**entry_at)
                         plgpu.copy_gmem_to_smem(
-                            cache_ref.at[*row, pl.ds(column, together * run.width)],
+                            source.at[*row, pl.ds(column, together * run.width)],
                             stage.at[token, pl.ds(begin + head * run.width, together * run.width)],
                             landed,
                             oob_mode=IN_BOUNDS,
@@ -320,6 +322,6 @@ def load_entries(call: GatherMLA | GatherKV | GatherIndexerK | GatherEntries, en
             plgpu.SMEM((-(-max(sizes) // zeros_unit) * zeros_unit,), dtype),
             plgpu.Barrier(num_arrivals=len(runs) * share.heads // together, num_barriers=WARPS * share.rounds),
         ),
-    )(buffer.reshape(views[0].shape), call.block_tables, call.cu_seq_lens, jnp.reshape(call.layer, (1,)), *starts)
+    )(in_views(buffer, views), call.block_tables, call.cu_seq_lens, jnp.reshape(call.layer, (1,)), *starts)
     rows = (total,) if entry.one_head else (total, heads)
     return tuple(view_as(part, entry.dtype).reshape(*rows, -1) for part in parts)

@@ -57,6 +57,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.addressing import arrays_of
 from jaxkv_kernels.calls import DecodeCall, DecodeKV, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import values_of
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
@@ -426,7 +427,8 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
             **({"operands": swizzled(2, TILE, TILE, dtype=dtype)} if interpret else {}),
         },
     )(
-        q, *(view.of(buffer) for view in views), call.block_tables, jnp.reshape(call.layer, (1,)),
-        jnp.reshape(call.scale, (1,)), plan.partitions, plan.work_tiles, plan.split_requests,
+        q, *(view.of(array) for view, array in zip(views, arrays_of(buffer, len(views)), strict=True)),
+        call.block_tables, jnp.reshape(call.layer, (1,)), jnp.reshape(call.scale, (1,)), plan.partitions,
+        plan.work_tiles, plan.split_requests,
     )  # fmt: skip
     return KernelResults(*results)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import jax
 
 from jaxkv_kernels import calls
+from jaxkv_kernels.addressing import Buffer
 from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
@@ -50,15 +51,15 @@ class MosaicGPU(Kernels):
         return stamp(after)
 
     @supports(_MOVED_MLA, entries.write_unsupported_reasons, _on(BULK_COPIES))
-    def write_mla(self, call: calls.WriteMLA) -> jax.Array:
+    def write_mla(self, call: calls.WriteMLA) -> Buffer:
         return entries.write(call)
 
     @supports(_MOVED_KV, entries.write_unsupported_reasons, _on(BULK_COPIES))
-    def write_kv(self, call: calls.WriteKV) -> jax.Array:
+    def write_kv(self, call: calls.WriteKV) -> Buffer:
         return entries.write(call)
 
     @supports(_MOVED_INDEXER, entries.write_unsupported_reasons, _on(BULK_COPIES))
-    def write_indexer_k(self, call: calls.WriteIndexerK) -> jax.Array:
+    def write_indexer_k(self, call: calls.WriteIndexerK) -> Buffer:
         return entries.write(call)
 
     @supports(_MOVED_MLA, entries.gather_unsupported_reasons, _on(BULK_COPIES))
@@ -76,7 +77,7 @@ class MosaicGPU(Kernels):
         return entries.gather(call)[0]
 
     @supports(None, entries.bytes_unsupported_reasons, _on(BULK_COPIES))
-    def write_entries(self, call: calls.WriteEntries) -> jax.Array:
+    def write_entries(self, call: calls.WriteEntries) -> Buffer:
         return entries.write_entries(call)
 
     @supports(None, entries.bytes_unsupported_reasons, _on(BULK_COPIES))
@@ -144,7 +145,7 @@ class MosaicGPU(Kernels):
         return copies.read_state(call)
 
     @supports(None, copies.blocks_unsupported_reasons, _on(BULK_COPIES))
-    def copy_blocks(self, call: calls.CopyBlocks) -> jax.Array:
+    def copy_blocks(self, call: calls.CopyBlocks) -> Buffer:
         return copies.copy_blocks(call)
 
     @supports(None, copies.blocks_unsupported_reasons, _on(BULK_COPIES))
@@ -152,7 +153,7 @@ class MosaicGPU(Kernels):
         return copies.read_blocks(call)
 
     @supports(None, copies.blocks_unsupported_reasons, _on(BULK_COPIES))
-    def write_blocks(self, call: calls.WriteBlocks) -> jax.Array:
+    def write_blocks(self, call: calls.WriteBlocks) -> Buffer:
         return copies.write_blocks(call)
 
     @supports(None, select_experts.unsupported_reasons, _on(REDUX))

@@ -2,9 +2,7 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-import jax
-
-from jaxkv_kernels.addressing import ROW_LIMIT, Pages
+from jaxkv_kernels.addressing import ROW_LIMIT, Buffer, Pages, dtype_of
 from jaxkv_kernels.mosaic_gpu.token_rows import ALIGNMENT, origin_step
 
 
@@ -35,13 +33,15 @@ def block_sizes(pages: Pages) -> Iterator[str]:
         yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
 
 
-def origins(pages: Pages, buffer: jax.Array) -> Iterator[str]:
+def origins(pages: Pages, buffer: Buffer) -> Iterator[str]:
     """Reasons against copying from where the strides put pages."""
-    strides = steps(pages, ("layer", "token", "head"))
-    yield from unaligned({**strides, "buffer": pages.size}, buffer.dtype.itemsize)
-    step = min(map(origin_step, pages.parts))
-    if pages.size // step >= ROW_LIMIT:
+    strides, sizes = steps(pages, ("layer", "token", "head")), {"buffer": pages.size}
+    if pages.two_arrays:
+        sizes["value buffer"] = pages.parts[-1].size
+    yield from unaligned({**strides, **sizes}, dtype_of(buffer).itemsize)
+    size, step = max(((part.size, origin_step(part)) for part in pages.parts), key=lambda each: each[0] // each[1])
+    if size // step >= ROW_LIMIT:
         yield (
-            f"a buffer of {pages.size} elements whose strides are multiples of {step} only: supports fewer than 2**31 "
+            f"a buffer of {size} elements whose strides are multiples of {step} only: supports fewer than 2**31 "
             f"steps of that size"
         )

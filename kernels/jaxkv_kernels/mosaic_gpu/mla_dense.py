@@ -91,6 +91,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxkv_kernels.addressing import dtype_of
 from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu import cluster_sharing, masks
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, plain_latents
@@ -190,7 +191,7 @@ def unsupported_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
         return
     yield from latent_sizes(call.entry)
     yield from block_sizes(call.pages)
-    yield from unaligned(steps(call.pages, ("layer", "token")), call.buffer.dtype.itemsize)
+    yield from unaligned(steps(call.pages, ("layer", "token")), dtype_of(call.buffer).itemsize)
 
 
 def attend(

@@ -76,7 +76,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import Pages, row_view
+from jaxkv_kernels.addressing import Pages, dtype_of, row_view
 from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, values_of
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
@@ -226,7 +226,7 @@ def mla_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     yield from block_sizes(pages)
     if pages.token_stride != pages.width:
         yield f"token stride {pages.token_stride}: supports {pages.width}, tokens that are contiguous"
-    yield from unaligned(steps(pages, ("layer",)), call.buffer.dtype.itemsize)
+    yield from unaligned(steps(pages, ("layer",)), dtype_of(call.buffer).itemsize)
     try:
         row_view(pages)
     except ValueError as error:
@@ -248,7 +248,7 @@ def gqa_reasons(call: DecodeCall | PlanDecode, rows: int, most_rows: int) -> Ite
     yield from block_sizes(call.pages)
     pages = call.pages
     if pages.values is not None and isinstance(tiles_of(call.entry, pages, interpret=False), RowTiles):
-        keys, values = (with_heads_in_rows(part, call.buffer.dtype.itemsize)[0] for part in pages.parts)
+        keys, values = (with_heads_in_rows(part, dtype_of(call.buffer).itemsize)[0] for part in pages.parts)
         pages = replace(keys, values=values)
     yield from origins(pages, call.buffer)
 

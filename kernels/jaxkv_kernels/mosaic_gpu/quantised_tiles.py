@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import Pages, arrays_of, row_view
+from jaxkv_kernels.addressing import Buffer, Pages, arrays_of, one_array, row_view
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.ptx import conversions, loads, reductions, stores
@@ -167,7 +167,7 @@ class Tiles:
         """The number of copies that fetch a tile."""
         raise NotImplementedError
 
-    def operands(self, buffer: jax.Array, pages: Pages) -> list[jax.Array]:
+    def operands(self, buffer: Buffer, pages: Pages) -> list[jax.Array]:
         """The kernel operands that parts of pages are copied from, one for each part: views of `buffer`, no copies."""
         raise NotImplementedError
 
@@ -351,9 +351,9 @@ class LatentTiles(Tiles):
         """The number of copies that fetch a tile: one per block that it lies in."""
         return copies_per_tile(pages)
 
-    def operands(self, buffer: jax.Array, pages) -> list[jax.Array]:
+    def operands(self, buffer: Buffer, pages) -> list[jax.Array]:
         """The kernel operand that pages are copied from.  It is a view of `buffer`, not a copy."""
-        return [buffer.reshape(row_view(pages).shape)]
+        return [one_array(buffer).reshape(row_view(pages).shape)]
 
     def loader(self, refs, table: PageTable, layer, head):
         """The loader of the tiles of a layer."""
@@ -501,7 +501,7 @@ class KVTiles(Tiles):
         """The views of the buffer that entries are copied from, or keys and values."""
         return [token_rows(part, second=bool(i)) for i, part in enumerate(pages.parts)]
 
-    def operands(self, buffer: jax.Array, pages) -> list[jax.Array]:
+    def operands(self, buffer: Buffer, pages) -> list[jax.Array]:
         """The kernel operands that parts of pages are copied from, one for each part: views of `buffer`, no copies."""
         views = self._views(pages)
         return [view.of(array) for view, array in zip(views, arrays_of(buffer, len(views)), strict=True)]

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from jaxkv_kernels.addressing import Pages
+from jaxkv_kernels.addressing import Buffer, Pages, dtype_of
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.runtime.strided import restride
 
@@ -22,7 +22,7 @@ ALIGNMENT = 16
 class TokenRows:
     """A view [origins, tokens, width] of the buffer: if a page begins at an origin, row t of the origin is its token t.
 
-    Keys and values that lie apart have a view each.
+    Keys and values that lie apart have a view each, of one buffer or of an array each.
 
     Every multiple of `step` elements is an origin, so that a page may begin wherever the strides put it.  Rows of
     different origins overlap, so only TMA copies can address the view (`install`).
@@ -93,9 +93,10 @@ def origin_step(pages: Pages) -> int:
     return gcd(pages.size, pages.offset, *(stride for count, stride in _origin_axes(pages).values() if count > 1))
 
 
-def in_entries_dtype(buffer: jax.Array, pages: Pages, dtype: Any) -> tuple[jax.Array, Pages]:
+def in_entries_dtype[B: Buffer](buffer: B, pages: Pages, dtype: Any) -> tuple[B, Pages]:
     """The buffer as elements of `dtype`, the entries' own, and the pages in such elements; no copy."""
-    return view_as(buffer, dtype), pages.resized(buffer.dtype.itemsize, jnp.dtype(dtype).itemsize)
+    resized = pages.resized(dtype_of(buffer).itemsize, jnp.dtype(dtype).itemsize)
+    return jax.tree.map(lambda array: view_as(array, dtype), buffer), resized
 
 
 def _origin_axes(pages: Pages) -> dict[str, tuple[int, int]]:

@@ -153,7 +153,7 @@ class EntryLoads:
     rope_in_values: bool = False
     """Whether values are whole entries: the latents, then the rotary keys."""
     second_at: int | None = 0
-    """Bytes from the start of a key to its value; None if values have strides of their own."""
+    """Bytes from the start of a key to its value; None if values have strides, or an array, of their own."""
     scales_at: tuple[int, int] = (0, 0)
     """Bytes from the start of a key, and from that of a value, to its scales."""
 
@@ -225,7 +225,7 @@ def join_columns(x, WAYS: tl.constexpr):
 
 
 @triton.jit
-def load_keys_and_values(buffer, layer, slot, head, known, PAGES: tl.constexpr, LOADS: tl.constexpr):
+def load_keys_and_values(buffer, value_buffer, layer, slot, head, known, PAGES: tl.constexpr, LOADS: tl.constexpr):
     """Tiles [n, columns] of the keys and of the values of the entries at `slot` [n] of a head; 0 if not `known`.
 
     Values of `fp8` and `int8` are returned as stored, others multiplied by their own scales.  The third result has the
@@ -248,7 +248,7 @@ def load_keys_and_values(buffer, layer, slot, head, known, PAGES: tl.constexpr, 
             values += rope
     else:
         keys = _part_tiles(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS)
-        value = second_part(entry, buffer, layer, slot, head, PAGES, LOADS.second_at)
+        value = second_part(entry, buffer, value_buffer, layer, slot, head, PAGES, LOADS.second_at)
         values = _part_tiles(value, known, 1, LOADS.second, LOADS.second_columns, LOADS)
         key_scale = (entry + LOADS.scales_at[0]).to(tl.pointer_type(tl.float32))
         value_scale = (value + LOADS.scales_at[1]).to(tl.pointer_type(tl.float32))
@@ -469,7 +469,7 @@ def _scores(q, k, score):
 
 @triton.jit
 def attend_tiles(
-    q, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
+    q, scale, buffer, value_buffer, layers, table, last_ends, request, begin, end, head, token,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
     CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, TRAILING: tl.constexpr, CONFIG: tl.constexpr,
     SUM_PER_COLUMN: tl.constexpr,
@@ -482,6 +482,7 @@ def attend_tiles(
         keys of tile i + 1     load ......................................... arrive
         tile i                 scores = q k^T | mask | max, weights | acc = acc * rescale + weights v
 
+    Values are in `value_buffer` if they have an array of their own, otherwise in `buffer`.
     `table` [B, TABLE] holds ids of blocks of TABLE_BLOCK tokens: blocks of the cache, or slots if TABLE_BLOCK is 1.
     `last_ends` [B] are the positions after the last query tokens: unclamped lengths or, with TRAILING, clamped lengths
     minus `trailing`.
@@ -513,7 +514,7 @@ def attend_tiles(
         slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
         ahead = position + KEYS
         block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
-        k, v, k_factors, v_factors = load_keys_and_values(buffer, layer, slot, head, known, PAGES, LOADS)
+        k, v, k_factors, v_factors = load_keys_and_values(buffer, value_buffer, layer, slot, head, known, PAGES, LOADS)
         score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
         if LOADS.per_token[0]:
             score *= k_factors[0][None, :]

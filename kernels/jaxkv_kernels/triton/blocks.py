@@ -13,12 +13,14 @@ What bounds them: memory bandwidth.  A chunk is 64 bytes per thread, 16 register
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from math import gcd, prod
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages, runs_of
+from jaxkv_kernels.addressing import Buffer, Pages, arrays_of, dtype_of, runs_of, updated
 from jaxkv_kernels.calls import BlocksCall, CopyBlocks, ReadBlocks, WriteBlocks
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import launch
@@ -122,14 +124,15 @@ def in_row(rows, i, run, word, RUNS: tl.constexpr):
 @jax.jit
 def read_blocks(call: ReadBlocks) -> jax.Array:
     """Blocks as rows [n, block_elements]; rows of ids outside the cache are 0."""
-    itemsize, found = call.buffer.dtype.itemsize, []
-    for runs in block_runs(call.pages, itemsize):
-        rows = jax.ShapeDtypeStruct((call.blocks.size, runs.elements(itemsize)), call.buffer.dtype)
+    dtype, found = dtype_of(call.buffer), []
+    parts = block_runs(call.pages, dtype.itemsize)
+    for array, runs in zip(arrays_of(call.buffer, len(parts)), parts, strict=True):
+        rows = jax.ShapeDtypeStruct((call.blocks.size, runs.elements(dtype.itemsize)), dtype)
         if not call.blocks.size:
             found.append(jnp.zeros(rows.shape, rows.dtype))
             continue
         grid = (call.blocks.size * runs.count * runs.chunks,)
-        found += launch(_read_blocks, (call.buffer, call.blocks), (rows,), grid=grid, warps=WARPS, RUNS=runs)
+        found += launch(_read_blocks, (array, call.blocks), (rows,), grid=grid, warps=WARPS, RUNS=runs)
     return found[0] if len(found) == 1 else jnp.concatenate(found, axis=1)
 
 
@@ -145,22 +148,21 @@ def _read_blocks(buffer, blocks, rows, RUNS: tl.constexpr):
 
 
 @jax.jit
-def write_blocks(call: WriteBlocks) -> jax.Array:
+def write_blocks(call: WriteBlocks) -> Buffer:
     """The buffer with blocks overwritten by rows; ids outside the cache are skipped."""
-    buffer, first = call.buffer, 0
-    for runs in block_runs(call.pages, buffer.dtype.itemsize):
-        last = first + runs.elements(buffer.dtype.itemsize)
-        rows = call.data if (first, last) == (0, call.data.shape[1]) else call.data[:, first:last]
-        buffer, first = _written(buffer, call.blocks, rows, runs), last
-    return buffer
+    itemsize, rows = dtype_of(call.buffer).itemsize, [call.data]
+    parts = block_runs(call.pages, itemsize)
+    if len(parts) > 1:
+        rows = jnp.split(call.data, [*accumulate(runs.elements(itemsize) for runs in parts)][:-1], axis=1)
+    return updated(call.buffer, partial(_written, call.blocks), rows, parts)
 
 
-def _written(buffer: jax.Array, blocks: jax.Array, rows: jax.Array, runs: BlockRuns) -> jax.Array:
-    """The buffer with these runs of blocks overwritten by rows."""
+def _written(blocks: jax.Array, array: jax.Array, rows: jax.Array, runs: BlockRuns) -> jax.Array:
+    """The array with these runs of blocks overwritten by rows."""
     if not blocks.size:
-        return buffer
+        return array
     grid = (blocks.size * runs.count * runs.chunks,)
-    return launch(_write_blocks, (rows, blocks), updated=(buffer,), grid=grid, warps=WARPS, RUNS=runs)[0]
+    return launch(_write_blocks, (rows, blocks), updated=(array,), grid=grid, warps=WARPS, RUNS=runs)[0]
 
 
 @triton.jit
@@ -173,7 +175,7 @@ def _write_blocks(rows, blocks, buffer, RUNS: tl.constexpr):
 
 
 @jax.jit
-def copy_blocks(call: CopyBlocks) -> jax.Array:
+def copy_blocks(call: CopyBlocks) -> Buffer:
     """The buffer with blocks `src` copied over blocks `dst`; pairs with an id outside the cache are skipped."""
     buffer, src, dst, pages = call.buffer, call.src, call.dst, call.pages
     if not src.size:
@@ -181,13 +183,16 @@ def copy_blocks(call: CopyBlocks) -> jax.Array:
     good = (src >= 0) & (src < pages.num_blocks) & (dst >= 0) & (dst < pages.num_blocks)
     awaited = (dst[:, None] == src).any(axis=1)
     now, later = jnp.where(good & ~awaited, dst, -1), jnp.where(good & awaited, dst, -1)
-    for runs in block_runs(pages, buffer.dtype.itemsize):
-        rows = jax.ShapeDtypeStruct((src.size, runs.elements(buffer.dtype.itemsize)), buffer.dtype)
+    dtype = dtype_of(buffer)
+
+    def copied(array, runs):
+        rows = jax.ShapeDtypeStruct((src.size, runs.elements(dtype.itemsize)), dtype)
         grid = (src.size * runs.count * runs.chunks,)
         operands = src, now, later
-        buffer, held = launch(_copy_blocks, operands, (rows,), updated=(buffer,), grid=grid, warps=WARPS, RUNS=runs)
-        buffer = _written(buffer, later, held, runs)
-    return buffer
+        array, held = launch(_copy_blocks, operands, (rows,), updated=(array,), grid=grid, warps=WARPS, RUNS=runs)
+        return _written(later, array, held, runs)
+
+    return updated(buffer, copied, block_runs(pages, dtype.itemsize))
 
 
 @triton.jit

@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages, entry_runs, join_runs, split_runs
+from jaxkv_kernels.addressing import Buffer, Pages, arrays_of, dtype_of, entry_runs, join_runs, split_runs, updated
 from jaxkv_kernels.calls import (
     GatherCall,
     GatherEntries,
@@ -103,7 +103,7 @@ def bytes_unsupported_reasons(call: WriteEntries | GatherEntries) -> Iterator[st
 
 
 @jax.jit
-def write_mla(call: WriteMLA) -> jax.Array:
+def write_mla(call: WriteMLA) -> Buffer:
     """The buffer with latents and rotary keys stored, these rotated by `cos_sin` unless that is None."""
     if call.entry.format == "fp8_ds_mla":
         return store_ds_mla(call)
@@ -114,13 +114,13 @@ def write_mla(call: WriteMLA) -> jax.Array:
 
 
 @jax.jit
-def write_kv(call: WriteKV) -> jax.Array:
+def write_kv(call: WriteKV) -> Buffer:
     """The buffer with keys and values stored."""
     return store_entries(call, (call.k, call.v), (call.k_scale, call.v_scale))
 
 
 @jax.jit
-def write_indexer_k(call: WriteIndexerK) -> jax.Array:
+def write_indexer_k(call: WriteIndexerK) -> Buffer:
     """The buffer with indexer keys stored."""
     if call.entry.format == "indexer_fp8":
         return store_split(call)
@@ -128,7 +128,7 @@ def write_indexer_k(call: WriteIndexerK) -> jax.Array:
 
 
 @jax.jit
-def write_entries(call: WriteEntries) -> jax.Array:
+def write_entries(call: WriteEntries) -> Buffer:
     """The buffer with the bytes of entries stored."""
     return store_bytes(call)
 
@@ -168,7 +168,7 @@ def gather_entries(call: GatherEntries) -> jax.Array:
 
 
 def second_at(entry: Entry, pages: Pages, itemsize: int) -> int | None:
-    """Bytes from the start of an entry to its second part; None if this has strides of its own."""
+    """Bytes from the start of an entry to its second part; None if this has strides, or an array, of its own."""
     if pages.values is None:
         at = {field.name: field.offset for field in entry.fields()}
         return at["V"] if len(entry.format_names) > 1 else entry.fields()[0].nbytes
@@ -188,7 +188,7 @@ def two_parts(call: WriteCall | GatherCall, rows: int, scales) -> tuple[list[jax
 
     If entries have one part, the second has no values.  `scales` are those of `store_entries`.
     """
-    entry, itemsize = call.entry, call.buffer.dtype.itemsize
+    entry, itemsize = call.entry, dtype_of(call.buffer).itemsize
     sizes, second = (*entry.sizes, 0)[:2], second_at(entry, call.pages, itemsize)
     scales = [jnp.ones(1) if scale is None else jnp.reshape(scale, (-1,)) for scale in scales]
     return scales, {
@@ -204,7 +204,7 @@ def two_parts(call: WriteCall | GatherCall, rows: int, scales) -> tuple[list[jax
     }
 
 
-def store_entries(call: WriteCall, parts, scales=(None, None), cos_sin=None, interleaved=False) -> jax.Array:
+def store_entries(call: WriteCall, parts, scales=(None, None), cos_sin=None, interleaved=False) -> Buffer:
     """The buffer with entries stored at the slots of a call; slots outside the cache are skipped.
 
     Args:
@@ -223,12 +223,44 @@ def store_entries(call: WriteCall, parts, scales=(None, None), cos_sin=None, int
     angles = parts[-1] if cos_sin is None else cos_sin
     operands = (parts[0], parts[-1], angles, *scales, slots, jnp.reshape(call.layer, (1,)))
     grid = (triton.cdiv(rows, constants["ROWS"]),)
+    if isinstance(call.buffer, tuple):
+        keys, values = launch(
+            _store_keys_and_values, operands, updated=call.buffer, grid=grid, warps=WARPS, **constants
+        )
+        return keys, values
     return launch(_store_entries, operands, updated=(call.buffer,), grid=grid, warps=WARPS, **constants)[0]
 
 
 @triton.jit
 def _store_entries(
     first, second, cos_sin, first_scale, second_scale, slots, layers, buffer,
+    PAGES: tl.constexpr, SIZES: tl.constexpr, SECOND: tl.constexpr, DTYPE: tl.constexpr, TYPES: tl.constexpr,
+    SCALE_STEPS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    _store_parts(
+        first, second, cos_sin, first_scale, second_scale, slots, layers, buffer, buffer,
+        PAGES, SIZES, SECOND, DTYPE, TYPES, SCALE_STEPS, COUNT, NATIVE, PAIRS, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_keys_and_values(
+    first, second, cos_sin, first_scale, second_scale, slots, layers, keys, values,
+    PAGES: tl.constexpr, SIZES: tl.constexpr, SECOND: tl.constexpr, DTYPE: tl.constexpr, TYPES: tl.constexpr,
+    SCALE_STEPS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """`_store_entries` for a cache of two arrays, both of which it updates."""
+    _store_parts(
+        first, second, cos_sin, first_scale, second_scale, slots, layers, keys, values,
+        PAGES, SIZES, SECOND, DTYPE, TYPES, SCALE_STEPS, COUNT, NATIVE, PAIRS, ROWS, COLUMNS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _store_parts(
+    first, second, cos_sin, first_scale, second_scale, slots, layers, buffer, value_buffer,
     PAGES: tl.constexpr, SIZES: tl.constexpr, SECOND: tl.constexpr, DTYPE: tl.constexpr, TYPES: tl.constexpr,
     SCALE_STEPS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, PAIRS: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -244,7 +276,7 @@ def _store_entries(
     place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
     tile, other = _stored(tile, scales, 0, TYPES, NATIVE), _stored(other, scales, 1, TYPES, NATIVE)
     store_pieces(place.to(tl.pointer_type(TYPES[0])), tile, keep, SIZES[0], COLUMNS[0])
-    other_place = second_part(place, buffer, layer, slot, head, PAGES, SECOND)
+    other_place = second_part(place, buffer, value_buffer, layer, slot, head, PAGES, SECOND)
     store_pieces(other_place.to(tl.pointer_type(TYPES[1])), other, keep, SIZES[1], COLUMNS[1])
 
 
@@ -424,7 +456,7 @@ def _store_split(
     tl.store(scale_address(buffer, layer, slot, PAGES, SIZE), scale, mask=keep)
 
 
-def store_bytes(call: WriteEntries) -> jax.Array:
+def store_bytes(call: WriteEntries) -> Buffer:
     """The buffer with the bytes of entries stored; slots outside the cache are skipped.
 
     Entries that lie in several runs of bytes (in split pages, or keys and values apart) take a kernel per run.
@@ -432,22 +464,24 @@ def store_bytes(call: WriteEntries) -> jax.Array:
     buffer, slots, heads = call.buffer, call.slot_mapping, call.pages.num_heads
     if not slots.size:
         return buffer
-    rows = slots.size * heads
-    pieces = [view_as(piece, jnp.uint8) for piece in split_runs(call.pages, call.entry, call.rows, buffer.dtype)]
-    for run, piece in zip(entry_runs(call.pages, call.entry, buffer.dtype.itemsize), pieces, strict=True):
-        run = in_bytes(run, buffer.dtype.itemsize)
+    rows, dtype = slots.size * heads, dtype_of(buffer)
+
+    def stored(array, run, piece):
+        run = in_bytes(run, dtype.itemsize)
         shape = tile_shape((run.width,))
-        (buffer,) = launch(
+        return launch(
             _store_bytes,
             (piece, slots, jnp.reshape(call.layer, (1,))),
-            updated=(buffer,),
+            updated=(array,),
             grid=(triton.cdiv(rows, shape["ROWS"]),),
             warps=WARPS,
             PAGES=run,
             COUNT=rows,
             **shape,
-        )
-    return buffer
+        )[0]
+
+    pieces = [view_as(piece, jnp.uint8) for piece in split_runs(call.pages, call.entry, call.rows, dtype)]
+    return updated(buffer, stored, entry_runs(call.pages, call.entry, dtype.itemsize), pieces)
 
 
 @triton.jit
@@ -472,7 +506,7 @@ def load_entries(call: GatherMLA | GatherKV | GatherIndexerK, scales=(None, None
     rows = call.total * heads
     scales, constants = two_parts(call, rows, scales)
     constants |= ragged_constants(call)
-    operands = (call.buffer, *scales, *ragged_operands(call))
+    operands = (*arrays_of(call.buffer, 2), *scales, *ragged_operands(call))
     # At least one value, because an array without values has no memory to point to.
     results = [jax.ShapeDtypeStruct((call.total, heads, max(size, 1)), call.dtype) for size in constants["SIZES"]]
     grid = (triton.cdiv(rows, constants["ROWS"]),)
@@ -482,7 +516,7 @@ def load_entries(call: GatherMLA | GatherKV | GatherIndexerK, scales=(None, None
 
 @triton.jit
 def _load_entries(
-    buffer, first_scale, second_scale, tables, sums, starts, layers, first, second,
+    buffer, value_buffer, first_scale, second_scale, tables, sums, starts, layers, first, second,
     PAGES: tl.constexpr, SIZES: tl.constexpr, SECOND: tl.constexpr, DTYPE: tl.constexpr, TYPES: tl.constexpr,
     SCALE_STEPS: tl.constexpr, RUNS: tl.constexpr, COUNT: tl.constexpr, NATIVE: tl.constexpr, ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -494,7 +528,7 @@ def _load_entries(
     slot, known = ragged_slots(row // PAGES.num_heads, tables, sums, starts, layer, RUNS, PAGES)
     place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
     tile = load_pieces(place.to(tl.pointer_type(TYPES[0])), known, SIZES[0], COLUMNS[0])
-    other_place = second_part(place, buffer, layer, slot, head, PAGES, SECOND)
+    other_place = second_part(place, buffer, value_buffer, layer, slot, head, PAGES, SECOND)
     other = load_pieces(other_place.to(tl.pointer_type(TYPES[1])), known, SIZES[1], COLUMNS[1])
     if TYPES[0] == tl.uint8:
         tile = from_e4m3(tile, NATIVE) * scales[0][:, None]
@@ -617,15 +651,15 @@ def load_bytes(call: GatherEntries) -> jax.Array:
 
     Entries that lie in several runs of bytes (in split pages, or keys and values apart) take a kernel per run.
     """
-    heads, itemsize = call.pages.num_heads, call.buffer.dtype.itemsize
+    heads, itemsize = call.pages.num_heads, dtype_of(call.buffer).itemsize
     rows, found = call.total * heads, []
-    operands = (call.buffer, *ragged_operands(call))
-    for run in entry_runs(call.pages, call.entry, itemsize):
+    runs = entry_runs(call.pages, call.entry, itemsize)
+    for array, run in zip(arrays_of(call.buffer, len(runs)), runs, strict=True):
         run = in_bytes(run, itemsize)
         shape = tile_shape((run.width,))
         found += launch(
             _load_bytes,
-            operands,
+            (array, *ragged_operands(call)),
             (jax.ShapeDtypeStruct((call.total, heads, run.width), jnp.uint8),),
             grid=(triton.cdiv(rows, shape["ROWS"]),),
             warps=WARPS,

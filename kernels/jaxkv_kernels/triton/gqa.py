@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.addressing import arrays_of, dtype_of
 from jaxkv_kernels.calls import DecodeKV, PlanDecode, token_scale_reasons
 from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.scores import too_large
@@ -112,13 +113,13 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
 
     Query head i reads KV head i // (Hq / H).
     """
-    q, buffer, pages, entry, scale = call.q, call.buffer, call.pages, call.entry, call.scale
+    q, pages, entry, scale = call.q, call.pages, call.entry, call.scale
     batch, q_len, heads, _ = q.shape
     plan = plan_kv(call) if call.plan is None else call.plan
     rows = q_len * (heads // pages.num_heads)
     config = kv_config(entry, rows, q.dtype)
     row_tiles, work_tiles = pages.num_heads * config.row_tiles(rows), plan.work_tiles.shape[0]
-    in_memory = in_bytes(pages, buffer.dtype.itemsize)
+    in_memory = in_bytes(pages, dtype_of(call.buffer).itemsize)
     loads = _loads(entry, in_memory, element_type(q.dtype))
     one = (1,)
     scales = [jnp.reshape(scale if x is None else x, (-1,)) for x in (call.k_scale, call.v_scale)]
@@ -126,8 +127,8 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
     out, lse, split_out, split_lse = launch(
         _attend_kv,
         (
-            q, buffer, call.block_tables, last_ends(call), plan.work_tiles, jnp.reshape(call.layer, one),
-            jnp.reshape(scale, one), *scales,
+            q, *arrays_of(call.buffer, 2), call.block_tables, last_ends(call), plan.work_tiles,
+            jnp.reshape(call.layer, one), jnp.reshape(scale, one), *scales,
         ),
         (
             jax.ShapeDtypeStruct((batch, q_len, heads, entry.value_dim), q.dtype),
@@ -174,7 +175,8 @@ def _scales_at(entry, *, apart: bool) -> tuple[int, int]:
 
 @triton.jit
 def _attend_kv(
-    q, buffer, table, last_ends, work_tiles, layers, scales, k_scales, v_scales, out, lse, split_out, split_lse,
+    q, buffer, value_buffer, table, last_ends, work_tiles, layers, scales, k_scales, v_scales,
+    out, lse, split_out, split_lse,
     PAGES: tl.constexpr, LOADS: tl.constexpr, SCALED: tl.constexpr, SCALE_STEPS: tl.constexpr, TABLE: tl.constexpr,
     Q_LEN: tl.constexpr, HEADS: tl.constexpr, ROW_TILES: tl.constexpr, CAP: tl.constexpr, WINDOW: tl.constexpr,
     AHEAD: tl.constexpr, TRAILING: tl.constexpr, CONFIG: tl.constexpr,
@@ -192,7 +194,7 @@ def _attend_kv(
     if SCALED[0]:
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
     acc, row_max, row_sum = attend_tiles(
-        queries, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
+        queries, scale, buffer, value_buffer, layers, table, last_ends, request, begin, end, head, token,
         PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, False,
     )  # fmt: skip
     result = join_columns(acc, LOADS.ways[1]) * LOADS.units[1]

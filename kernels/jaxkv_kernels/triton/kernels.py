@@ -3,6 +3,7 @@
 import jax
 
 from jaxkv_kernels import calls
+from jaxkv_kernels.addressing import Buffer
 from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
@@ -41,15 +42,15 @@ class Triton(Kernels):
     """Kernels for NVIDIA GPUs, Ampere and later."""
 
     @supports(_MLA, entries.write_unsupported_reasons, _unavailable_reasons)
-    def write_mla(self, call: calls.WriteMLA) -> jax.Array:
+    def write_mla(self, call: calls.WriteMLA) -> Buffer:
         return entries.write_mla(call)
 
     @supports(_KV, entries.kv_write_unsupported_reasons, _unavailable_reasons, mixed=True)
-    def write_kv(self, call: calls.WriteKV) -> jax.Array:
+    def write_kv(self, call: calls.WriteKV) -> Buffer:
         return entries.write_kv(call)
 
     @supports(_INDEXER, entries.write_unsupported_reasons, _unavailable_reasons)
-    def write_indexer_k(self, call: calls.WriteIndexerK) -> jax.Array:
+    def write_indexer_k(self, call: calls.WriteIndexerK) -> Buffer:
         return entries.write_indexer_k(call)
 
     @supports(_MLA, entries.gather_unsupported_reasons, _unavailable_reasons)
@@ -65,7 +66,7 @@ class Triton(Kernels):
         return entries.gather_indexer_k(call)
 
     @supports(None, entries.bytes_unsupported_reasons, _unavailable_reasons)
-    def write_entries(self, call: calls.WriteEntries) -> jax.Array:
+    def write_entries(self, call: calls.WriteEntries) -> Buffer:
         return entries.write_entries(call)
 
     @supports(None, entries.bytes_unsupported_reasons, _unavailable_reasons)
@@ -135,7 +136,7 @@ class Triton(Kernels):
         return states.read_state(call)
 
     @supports(None, blocks.unsupported_reasons, _unavailable_reasons)
-    def copy_blocks(self, call: calls.CopyBlocks) -> jax.Array:
+    def copy_blocks(self, call: calls.CopyBlocks) -> Buffer:
         return blocks.copy_blocks(call)
 
     @supports(None, blocks.unsupported_reasons, _unavailable_reasons)
@@ -143,7 +144,7 @@ class Triton(Kernels):
         return blocks.read_blocks(call)
 
     @supports(None, blocks.unsupported_reasons, _unavailable_reasons)
-    def write_blocks(self, call: calls.WriteBlocks) -> jax.Array:
+    def write_blocks(self, call: calls.WriteBlocks) -> Buffer:
         return blocks.write_blocks(call)
 
     @supports(None, hot_rows.unsupported_reasons, _unavailable_reasons)

@@ -353,7 +353,7 @@ def _attend_latents(
     # With few rows, enough registers are left for a row sum per column.
     SUM_PER_COLUMN: tl.constexpr = LOADS.ways[0] == 2 and LOADS.native and CONFIG.rows < 64
     acc, row_max, row_sum = attend_tiles(
-        q_rope + q, scale, buffer, layers, table, last_ends, request, begin, end, head, token,
+        q_rope + q, scale, buffer, buffer, layers, table, last_ends, request, begin, end, head, token,
         PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, SUM_PER_COLUMN,
     )  # fmt: skip
     if LOADS.ways[0] == 2:

@@ -1,12 +1,13 @@
 """Copying, reading and writing whole blocks, all layers and groups at once."""
 
+from itertools import accumulate
 from math import prod
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Pages, arrays_of, read_entries, write_entries
+from jaxkv_kernels.addressing import Buffer, Pages, arrays_of, read_entries, updated, write_entries
 from jaxkv_kernels.calls import CopyBlocks, ReadBlocks, WriteBlocks
 
 
@@ -36,25 +37,26 @@ def read_rows(buffer, pages, blocks):
     return jnp.where(valid[:, None], rows, 0)
 
 
-def write_rows(buffer: Any, pages: Pages, blocks: jax.Array, rows: jax.Array, keep: Any = True) -> Any:
+def write_rows(buffer: Buffer, pages: Pages, blocks: jax.Array, rows: jax.Array, keep: Any = True) -> Buffer:
     """The buffer with rows [n, block_elements] stored in `blocks` [n].
 
     Ids that are outside the cache, or for which `keep` is false, are skipped.
     """
-    keep, first, written = _valid(pages, blocks) & keep, 0, []
-    for i, moved in enumerate(_moved(pages)):
-        array = buffer[i] if isinstance(buffer, tuple) else written.pop() if written else buffer
+    keep, parts = _valid(pages, blocks) & keep, _moved(pages)
+
+    def written(array, moved, count, end):
         index = _grid(moved, blocks)
         shape = index["block"].shape
         kept = jnp.broadcast_to(keep.reshape(-1, *[1] * (len(shape) - 1)), shape)
-        last = first + prod(shape[1:]) * moved.width
-        written.append(write_entries(array, moved, rows[:, first:last].reshape(*shape, moved.width), kept, **index))
-        first = last
-    return tuple(written) if isinstance(buffer, tuple) else written[0]
+        entries = rows[:, end - count : end].reshape(*shape, moved.width)
+        return write_entries(array, moved, entries, kept, **index)
+
+    counts = [prod(count for _, count, _ in moved.inner_axes) * moved.width for moved in parts]
+    return updated(buffer, written, parts, counts, [*accumulate(counts)])
 
 
 @jax.jit
-def copy_blocks(call: CopyBlocks) -> jax.Array:
+def copy_blocks(call: CopyBlocks) -> Buffer:
     """The buffer with blocks `src` copied over blocks `dst`; all are read before any is written.
 
     Pairs with an id outside the cache are skipped.
@@ -70,6 +72,6 @@ def read_blocks(call: ReadBlocks) -> jax.Array:
 
 
 @jax.jit
-def write_blocks(call: WriteBlocks) -> jax.Array:
+def write_blocks(call: WriteBlocks) -> Buffer:
     """The buffer with rows stored in blocks; ids outside the cache are skipped."""
     return write_rows(call.buffer, call.pages, call.blocks, call.data)

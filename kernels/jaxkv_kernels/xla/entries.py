@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import load_entries, ragged_slots, scale_at, store_entries
+from jaxkv_kernels.addressing import Buffer, load_entries, ragged_slots, scale_at, store_entries
 from jaxkv_kernels.calls import (
     CacheCall,
     GatherCall,
@@ -27,7 +27,7 @@ from jaxkv_kernels.rotary import rotated
 
 
 @jax.jit
-def write_mla(call: WriteMLA) -> jax.Array:
+def write_mla(call: WriteMLA) -> Buffer:
     """The buffer with latents and rotary keys stored, these rotated by `cos_sin` unless that is None."""
     k_pe = call.k_pe
     if call.cos_sin is not None:
@@ -36,37 +36,37 @@ def write_mla(call: WriteMLA) -> jax.Array:
 
 
 @jax.jit
-def write_kv(call: WriteKV) -> jax.Array:
+def write_kv(call: WriteKV) -> Buffer:
     """The buffer with keys and values stored."""
     scales = (scale_at(scale, call.slot_mapping) for scale in (call.k_scale, call.v_scale))
     return _stored(call, (call.k, call.v), call.slot_mapping, tuple(scales))
 
 
 @jax.jit
-def write_indexer_k(call: WriteIndexerK) -> jax.Array:
+def write_indexer_k(call: WriteIndexerK) -> Buffer:
     """The buffer with indexer keys stored."""
     return _stored(call, (call.k,), call.slot_mapping)
 
 
 @jax.jit
-def write_entries(call: WriteEntries) -> jax.Array:
+def write_entries(call: WriteEntries) -> Buffer:
     """The buffer with the bytes of entries stored."""
     return _placed(call, call.rows, call.slot_mapping)
 
 
 @jax.jit
-def write_state(call: WriteState) -> jax.Array:
+def write_state(call: WriteState) -> Buffer:
     """The buffer with states stored."""
     sizes = call.entry.named_sizes.items()
     return _stored(call, [call.states[name].reshape(call.slots.size, size) for name, size in sizes], call.slots)
 
 
-def _stored(call: CacheCall, values: Sequence[jax.Array], slots: jax.Array, scales=(None, None)) -> jax.Array:
+def _stored(call: CacheCall, values: Sequence[jax.Array], slots: jax.Array, scales=(None, None)) -> Buffer:
     """The buffer with values [T, (H,) n_i] stored at slots [T] of the layer."""
     return _placed(call, call.entry.encode(values, scales), slots)
 
 
-def _placed(call: CacheCall, rows: jax.Array, slots: jax.Array) -> jax.Array:
+def _placed(call: CacheCall, rows: jax.Array, slots: jax.Array) -> Buffer:
     """The buffer with encoded entries [T, (H,) width] stored at slots [T] of the layer."""
     rows = rows[:, None] if call.entry.one_head else rows
     return store_entries(call.buffer, call.pages, call.entry, rows, slots, call.layer)

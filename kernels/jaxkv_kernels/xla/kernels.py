@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import jax
 
 from jaxkv_kernels import calls
+from jaxkv_kernels.addressing import Buffer
 from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
@@ -30,22 +31,21 @@ class XLA(Kernels):
     """Plain JAX, for any device."""
 
     transformable = True
-    two_arrays = True
 
     @supports(_MLA)
-    def write_mla(self, call: calls.WriteMLA) -> jax.Array:
+    def write_mla(self, call: calls.WriteMLA) -> Buffer:
         return entries.write_mla(call)
 
     @supports(_KV, mixed=True)
-    def write_kv(self, call: calls.WriteKV) -> jax.Array:
+    def write_kv(self, call: calls.WriteKV) -> Buffer:
         return entries.write_kv(call)
 
     @supports(_INDEXER)
-    def write_indexer_k(self, call: calls.WriteIndexerK) -> jax.Array:
+    def write_indexer_k(self, call: calls.WriteIndexerK) -> Buffer:
         return entries.write_indexer_k(call)
 
     @supports()
-    def write_entries(self, call: calls.WriteEntries) -> jax.Array:
+    def write_entries(self, call: calls.WriteEntries) -> Buffer:
         return entries.write_entries(call)
 
     @supports(_MLA)
@@ -116,7 +116,7 @@ class XLA(Kernels):
         return attention.merge_states(call)
 
     @supports(_STATE)
-    def write_state(self, call: calls.WriteState) -> jax.Array:
+    def write_state(self, call: calls.WriteState) -> Buffer:
         return entries.write_state(call)
 
     @supports(_STATE)
@@ -124,7 +124,7 @@ class XLA(Kernels):
         return entries.read_state(call)
 
     @supports()
-    def copy_blocks(self, call: calls.CopyBlocks) -> jax.Array:
+    def copy_blocks(self, call: calls.CopyBlocks) -> Buffer:
         return blocks.copy_blocks(call)
 
     @supports()
@@ -132,7 +132,7 @@ class XLA(Kernels):
         return blocks.read_blocks(call)
 
     @supports()
-    def write_blocks(self, call: calls.WriteBlocks) -> jax.Array:
+    def write_blocks(self, call: calls.WriteBlocks) -> Buffer:
         return blocks.write_blocks(call)
 
     @supports()

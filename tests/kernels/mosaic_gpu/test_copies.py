@@ -18,20 +18,22 @@ from support.suites.gathers import OF_144_BYTES
 from support.suites.states import PLAIN as PLAIN_STATE
 
 MLA, KV = jaxkv.MLAEntry("bf16"), jaxkv.KVEntry("bf16", head_dim=128)
-APART = suites.scenes.APART
+ONE_ARRAY = suites.scenes.ONE_ARRAY
 UNEVEN, FP8 = jaxkv.KVEntry("f16", head_dim=16, value_dim=8), jaxkv.KVEntry("fp8", head_dim=16, value_dim=8)
 lying_apart = pytest.mark.parametrize(
     ("name", "entry"),
     [
         ("keys and values in halves of blocks", KV),
         ("values with strides of their own", UNEVEN),
-        *(further(name, KV) for name in APART if name != "keys and values in halves of blocks"),
-        *(further(name, FP8) for name in APART),
+        *(further(name, KV) for name in ONE_ARRAY if name != "keys and values in halves of blocks"),
+        *(further(name, FP8) for name in ONE_ARRAY),
+        further("two arrays", UNEVEN),
+        further("two arrays with strides of their own", FP8),
         further("values before keys", jaxkv.KVEntry("int8", 16)),
         further("values with strides of their own", jaxkv.KVEntry("nvfp4", 64)),
     ],
 )
-"""Keys and values in planes, copied and converted."""
+"""Keys and values in planes, or in an array each, copied and converted."""
 
 
 class Mosaic:
@@ -225,7 +227,7 @@ class TestInterpretedBlocks(Mosaic, suites.BlockChecks):
         self.check_copy(*case)
         self.check_travel(*case)
 
-    @pytest.mark.parametrize("name", ["keys and values in planes", *map(further, [*APART][1:])])
+    @pytest.mark.parametrize("name", [ONE_ARRAY[0], *map(further, [*ONE_ARRAY[1:], "two arrays"])])
     def test_keys_and_values_that_lie_apart(self, name):
         layout = suites.layout_of(name, UNEVEN, num_heads=2, num_blocks=7, block_size=4)
         before = suites.scenes.garbage(layout, np.random.default_rng(2), "random")
@@ -300,16 +302,18 @@ def test_lowers_for_hopper_in_place(name, entry):
     check_lowering(name, entry)
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("name", APART)
+@pytest.mark.parametrize(
+    "name", [*map(further, [*ONE_ARRAY, "two arrays"]), slow("two arrays with strides of their own")]
+)
 def test_keys_and_values_that_lie_apart_lower_for_hopper_in_place(name):
     check_lowering(name, KV)
 
 
 def check_lowering(name, entry):
-    blocks = 64 if name == "values before keys" else 4096  # no view of its planes has short rows
+    long_rows = "values before keys", "two arrays with strides of their own"  # in every view of the planes
+    blocks = 64 if name in long_rows else 4096
     layout = suites.layout_of(name, entry, num_heads=1 if entry.one_head else 8, num_layers=61, num_blocks=blocks)
-    buffer = shape(layout.size, dtype=layout.dtype)
+    buffer = suites.scenes.shapes_of(layout).buffer
     for operation, (call, arrays) in calls(layout).items():
         writes = not operation.startswith(("gather", "read"))
         jitted = jax.jit(call, donate_argnums=0 if writes else ())
@@ -320,7 +324,8 @@ def check_lowering(name, entry):
         assert read_early(traced.jaxpr) == len(launched) * [[]]
         if writes:
             main = next(line for line in text.splitlines() if "@main" in line)
-            assert "tf.aliasing_output" in re.search("%arg0: ([^%]*)", main)[1]
+            for argument in range(len(jax.tree.leaves(buffer))):
+                assert "tf.aliasing_output" in re.search(f"%arg{argument}: ([^%]*)", main)[1]
             assert all("output_operand_alias" in kernel for kernel in launched)
         assert large(text, layout.size) <= {
             "stablehlo.reshape",

@@ -10,6 +10,7 @@ from jaxkv.testing.case import Case
 from jaxkv.testing.families import OPERATIONS, draw_case
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.scaled_linear import MOST_TOKENS
+from support import scenes
 from support.available import assume_available
 from support.cases import slow
 
@@ -27,11 +28,10 @@ def test_a_call_that_is_taken_lowers(operation, number, monkeypatch):
     draw = case.draw(np.random.default_rng(0))
     values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
 
-    def call(buffer, values, draw):
-        return case.run(jaxkv.KVCache(buffer, case.layout), values, draw, draw.layer, "mosaic_gpu")
+    def call(cache, values, draw):
+        return case.run(cache, values, draw, draw.layer, "mosaic_gpu")
 
-    buffer = jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype)
-    traced = jax.jit(call).trace(buffer, values, draw)
+    traced = jax.jit(call).trace(scenes.shapes_of(case.layout), values, draw)
     by_xla = operation == "scaled_linear" and case.count > MOST_TOKENS
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert ("mosaic_gpu" in text) != by_xla, f"seed {seed}: {case}"

@@ -1,5 +1,6 @@
 """Triton kernels on any machine that has Triton: each compiled for every GPU generation; jax-triton's lowering."""
 
+import itertools
 import re
 from types import SimpleNamespace
 
@@ -20,6 +21,7 @@ from jaxkv_kernels.triton.kernels import Triton
 from jaxkv_kernels.triton.tiled import is_tiled
 from support import kernels, scenes
 from support.available import assume_available
+from support.cases import further, slow
 from support.triton.builds import SHARED, builds, builds_of, in_turn, without_a_gpu
 from support.triton.runs import compiles, lowers
 
@@ -62,12 +64,21 @@ def test_compiles_within_the_gpus_limits(sample, capability):
 
 
 @compiles
-@pytest.mark.parametrize("form", ["bf16", "fp8", "int8", "nvfp4"])
-@pytest.mark.parametrize("name", ["values before keys", "values with strides of their own"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [
+        *itertools.product(
+            ["values before keys", "values with strides of their own"], ["bf16", "fp8", "int8", "nvfp4"]
+        ),
+        ("two arrays", "bf16"),
+        further("two arrays with strides of their own", "int8"),
+        *(slow("two arrays with strides of their own", form) for form in ["fp8", "nvfp4"]),
+    ],
+)
 def test_keys_and_values_that_lie_apart_compile(name, form):
     entry = jaxkv.KVEntry(form, 128, 64)
     layout = scenes.apart(entry, name, num_heads=8)
-    cache, tables = jaxkv.KVCache(shape(layout.size, dtype=layout.dtype), layout), shape(4, 9)
+    cache, tables = scenes.shapes_of(layout), shape(4, 9)
     scales = dict.fromkeys(("k_scale", "v_scale"), 1.0) if entry.codec.scaled else {}
     q = shape(4, 1, 32, 128, dtype="bfloat16")
     new = [shape(4, 8, n, dtype="bfloat16") for n in entry.sizes]
@@ -98,7 +109,7 @@ def test_a_random_call_that_is_taken_compiles(operation, number, monkeypatch):
     assert isinstance(case, Case), f"seed {seed}: {case}"
     draw = case.draw(np.random.default_rng(0))
     values = [jax.ShapeDtypeStruct(*value) for value in case.value_shapes]
-    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((case.layout.size,), case.layout.dtype), case.layout)
+    cache = scenes.shapes_of(case.layout)
     args, keywords = case.arguments(cache, values, draw, draw.layer)
     for built in builds(90, case.function, *args, **keywords):
         assert built.shared <= SHARED[90] * 1024, f"seed {seed}: {case}"
@@ -129,12 +140,14 @@ def test_writes_of_keys_or_values_that_zeros_follow_are_rejected():
 
 def writes(layout):
     """Operation by name: the kernels' call as a function of (buffer, *arrays), and those arrays."""
-    options = dict(entry=layout.entry, kv_scale=None, cos_sin=None, interleaved=False)
-    ids, new = shape(9), [shape(700, n, dtype="bfloat16") for n in layout.entry.sizes]
-    rows = shape(9, layout.pages.block_elements, dtype=layout.dtype)
+    ids, rows = shape(9), shape(9, layout.pages.block_elements, dtype=layout.dtype)
+    latents, heads = layout.entry.one_head, () if layout.entry.one_head else (layout.num_heads,)
+    name, values = ("write_mla", ("kv_c", "k_pe")) if latents else ("write_kv", ("k", "v"))
+    options = dict(kv_scale=None, cos_sin=None, interleaved=False) if latents else dict(k_scale=None, v_scale=None)
+    new = [shape(700, *heads, n, dtype="bfloat16") for n in layout.entry.sizes]
     return {
-        "write_mla": (
-            called("write_mla", ("kv_c", "k_pe", "slot_mapping", "layer"), layout, **options),
+        name: (
+            called(name, (*values, "slot_mapping", "layer"), layout, entry=layout.entry, **options),
             [*new, shape(700), shape()],
         ),
         "copy_blocks": (called("copy_blocks", ("src", "dst"), layout), [ids, ids]),
@@ -156,18 +169,36 @@ def shape(*dims, dtype="int32"):
 @pytest.mark.parametrize("operation", ["write_mla", "copy_blocks", "write_blocks"])
 def test_lowers_in_place_through_jax_triton(operation, form):
     layout = jaxkv.CacheLayout(num_layers=61, num_blocks=4096, block_size=64, entry=jaxkv.MLAEntry(form))
+    # Pairs that must wait are written by a second kernel.
+    check_lowers_in_place(layout, operation, launched=2 if operation == "copy_blocks" else 1)
+
+
+@lowers
+@pytest.mark.parametrize(
+    ("operation", "launched"), [("write_kv", 1), further("copy_blocks", 4), further("write_blocks", 2)]
+)
+def test_two_arrays_lower_in_place_through_jax_triton(operation, launched):
+    entry = jaxkv.KVEntry("bf16", head_dim=128)
+    layout = scenes.apart(entry, "two arrays", num_heads=8, num_layers=16, num_blocks=4096)
+    check_lowers_in_place(layout, operation, launched)
+
+
+def check_lowers_in_place(layout, operation, launched):
+    """The call has so many kernels, which update the cache as it is."""
     call, arrays = writes(layout)[operation]
+    buffer = scenes.shapes_of(layout).buffer
     with without_a_gpu():
-        traced = jax.jit(call, donate_argnums=0).trace(shape(layout.size, dtype=layout.dtype), *arrays)
+        traced = jax.jit(call, donate_argnums=0).trace(buffer, *arrays)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     launches = re.findall("custom_call @triton_kernel_call.*", text)
-    assert len(launches) == (2 if operation == "copy_blocks" else 1)  # pairs that must wait are written by a second
+    assert len(launches) == launched
     assert all("output_operand_alias" in launch for launch in launches)
     main = next(line for line in text.splitlines() if "@main" in line)
-    assert "tf.aliasing_output" in re.search("%arg0: ([^%]*)", main)[1]
-    large = re.findall(rf"^ *%\S+ = (\S+) .*tensor<{layout.size}x\w+>\)?$", text, re.MULTILINE)
-    assert {*large} <= {"stablehlo.custom_call", "stablehlo.optimization_barrier", "call"}
-    assert large
+    for argument, array in enumerate(jax.tree.leaves(buffer)):
+        assert "tf.aliasing_output" in re.search(f"%arg{argument}: ([^%]*)", main)[1]
+        large = re.findall(rf"^ *%\S+ = (\S+) .*tensor<{array.size}x\w+>\)?$", text, re.MULTILINE)
+        assert {*large} <= {"stablehlo.custom_call", "stablehlo.optimization_barrier", "call"}
+        assert large
 
 
 def hot_rows(form):

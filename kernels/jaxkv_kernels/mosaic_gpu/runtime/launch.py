@@ -56,8 +56,8 @@ def pdl_launch_dependents(read_early, *, interpret: bool) -> None:
         plgpu.griddepcontrol_launch_dependents()
 
 
-def freeze(ref) -> jax.Array:
-    """The contents of `ref` after a kernel has written to it."""
+def freeze(ref) -> Any:
+    """The contents of `ref`, or of a pair of references, after a kernel has written to it."""
     # Without the barrier, if a scan stacks such results, rows that the kernel does not write become zeros (seen on an
     # H200 with jax 0.11.2).
-    return jax.lax.optimization_barrier(jax.freeze(ref))
+    return jax.tree.map(lambda each: jax.lax.optimization_barrier(jax.freeze(each)), ref)
