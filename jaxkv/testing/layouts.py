@@ -139,16 +139,16 @@ def _keys_may_lie_apart(entry: Entry) -> bool:
 def _planes(rng: np.random.Generator, sizes: Sizes, dtype, itemsize: int) -> jaxkv.CacheLayout:
     """Keys and values of a layer, or of a block, in planes, in either order, or all in an array each.
 
-    Each has heads or tokens first.  Tokens are contiguous, or padded to 16 bytes.
+    Each has heads or tokens first.  Keys, and values, are contiguous, or padded to 16 bytes.
     """
     heads, tokens, blocks = (sizes[name] for name in ("num_heads", "block_size", "num_blocks"))
     unit = pick(rng, 1, 16 // itemsize)
     planes, pages = [], []
     for fields in sizes["entry"].planes:
         row = sum(field.nbytes for field in fields) // itemsize
+        row += -row % unit
         heads_in_tokens = rng.integers(2)
         token = row * heads if heads_in_tokens else row
-        token += -token % unit
         planes.append({"token": token, "head": row if heads_in_tokens else token * tokens})
         pages.append(token * tokens * (1 if heads_in_tokens else heads))
     in_block, values_first, two_arrays = rng.integers(2, size=3)

@@ -95,8 +95,11 @@ ONE_ARRAY = [name for name in APART if not name.startswith("two arrays")]
 """Those with one buffer."""
 
 
-def apart(entry, name, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):
-    """A layout of `APART`, with a gap before each pair of planes, or in each array."""
+def apart(entry, name, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64, alignment=1):
+    """A layout of `APART`, with a gap before each pair of planes, or in each array.
+
+    Keys, and values, begin at multiples of `alignment` bytes from each other.
+    """
     sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, num_heads=num_heads, entry=entry)
     counts = dict(zip("LBNH", (num_layers, num_blocks, block_size, num_heads), strict=True))
     names = {"L": "layer", "B": "block", "N": "token", "H": "head"}
@@ -104,7 +107,7 @@ def apart(entry, name, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_si
     outer, *inner = APART[name]
     planes, extents = [], []
     for axes, places in zip(inner, oracle.planes(entry), strict=True):
-        steps, step = {}, len(places) // item
+        steps, step = {}, -(-len(places) // alignment) * alignment // item
         for axis in reversed(axes):
             steps[names[axis]] = step
             step *= counts[axis]

@@ -107,10 +107,9 @@ class PageTable:
         return x
 
 
-def token_rows(pages: Pages, *, second: bool = False, head_columns: int = 0) -> TokenRows:
-    """The view of a buffer of the entries' dtype, for the GPU or the interpreter; options are those of `TokenRows`."""
-    kind = InterpretedTokenRows if interpreting.value else TokenRows
-    return kind(pages, origin_step(pages), second, head_columns)
+def token_rows(pages: Pages, *, second: bool = False) -> TokenRows:
+    """The view of a buffer of the entries' dtype, for the GPU or the interpreter; `second` is that of `TokenRows`."""
+    return (InterpretedTokenRows if interpreting.value else TokenRows)(pages, origin_step(pages), second)
 
 
 class PagedKeys:
@@ -131,8 +130,7 @@ class PagedKeys:
         for first_row, block, token in self._table.copies(found, first_token):
             for first, count, into, full in parts:
                 origin, row = self._view.index(self._layer, block, token, self._head)
-                columns = self._view.columns(first, count, origin, self._head)
-                source = self._kv_ref.at[origin, pl.ds(row, rows), columns]
+                source = self._kv_ref.at[origin, pl.ds(row, rows), self._view.columns(first, count, origin)]
                 plgpu.copy_gmem_to_smem(source, into.at[pl.ds(first_row, rows)], full, **copy)
 
     def prefetch(self, found, first_token, *, interpret: bool) -> None:

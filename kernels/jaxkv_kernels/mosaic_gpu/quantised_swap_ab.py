@@ -113,7 +113,7 @@ from jaxkv_kernels.mosaic_gpu.scaling import EXPONENT, INVERSE, LEAST_FACTOR, MO
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import TILE_COSTS, SplitCosts, load_work_range, load_work_tile
-from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype, with_heads_in_rows
+from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 from jaxkv_kernels.tuning import require
 
 _QUANTISED_TILE_COSTS = replace(TILE_COSTS, least=4)
@@ -246,11 +246,7 @@ def gqa_reasons(call: DecodeCall | PlanDecode, rows: int, most_rows: int) -> Ite
             f"format {call.entry.format!r}"
         )
     yield from block_sizes(call.pages)
-    pages = call.pages
-    if pages.values is not None and isinstance(tiles_of(call.entry, pages, interpret=False), RowTiles):
-        keys, values = (with_heads_in_rows(part, dtype_of(call.buffer).itemsize)[0] for part in pages.parts)
-        pages = replace(keys, values=values)
-    yield from origins(pages, call.buffer)
+    yield from origins(call.pages, call.buffer)
 
 
 def _scales(call: DecodeMLA | DecodeKV) -> tuple[jax.Array, ...]:

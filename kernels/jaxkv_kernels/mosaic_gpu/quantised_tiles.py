@@ -36,7 +36,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import COLUMN, ROW, SCALAR, WGMM
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS, swizzled
 from jaxkv_kernels.mosaic_gpu.scaling import scale_to_fit
 from jaxkv_kernels.mosaic_gpu.sizes import LATENT, ROPE, TILE
-from jaxkv_kernels.mosaic_gpu.token_rows import ALIGNMENT, TokenRows, with_heads_in_rows
+from jaxkv_kernels.mosaic_gpu.token_rows import ALIGNMENT, TokenRows
 
 N = 16
 """Rows of queries in a tile."""
@@ -609,12 +609,6 @@ class RowTiles(KVTiles):
             found.append(Region(reference, self._widths[reference], first[name], first.get(f"{name} scales", 0)))
         keys, values = found
         return keys, values
-
-    def _views(self, pages):
-        if not self.apart:
-            return super()._views(pages)
-        parts = (with_heads_in_rows(part, self.dtype.itemsize) for part in pages.parts)
-        return [token_rows(part, second=bool(i), head_columns=step) for i, (part, step) in enumerate(parts)]
 
     def raw_types(self, stages: int):
         """The types of the shared memory for rows."""

@@ -1,6 +1,6 @@
 """The flat buffer as pages of tokens, so that one TMA copy fetches a tile of a page."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import gcd
 from typing import Any
 
@@ -33,8 +33,6 @@ class TokenRows:
     """Elements from one origin to the next.  The offset and all strides between pages are multiples of it."""
     second: bool = False
     """Whether the kernel has another view of the same buffer: `restride` distinguishes operands by their shapes."""
-    head_columns: int = 0
-    """Elements from one head to the next within a row, if rows hold all heads of a token (`with_heads_in_rows`)."""
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -54,10 +52,8 @@ class TokenRows:
             origin = origin + indices[axis] * (stride // self.step if count > 1 else 0)
         return origin, pl.multiple_of(token, TILE_ROWS)
 
-    def columns(self, first: int, count: int, origin, head=0):
-        """Columns of a head's entry, for `.at`.  Columns past the end of a row are copied as zeros."""
-        if self.head_columns:
-            return pl.ds(first + head * self.head_columns, count)
+    def columns(self, first: int, count: int, origin):
+        """Columns of a row, for `.at`.  Those past its end are copied as zeros."""
         # Traced, since Pallas checks constants against the shape of the operand.
         return pl.ds(pl.multiple_of(first + (origin - origin), TILE_COLUMNS), count)
 
@@ -72,20 +68,6 @@ class TokenRows:
     def start(self, ref, origin, row):
         """A reference to the first element of a row of the first operand, for instructions that take an address."""
         return ref.at[origin, 0, pl.ds(row * self.pages.token_stride, 1)]
-
-
-def with_heads_in_rows(pages: Pages, itemsize: int) -> tuple[Pages, int]:
-    """Pages whose entries are all heads of a token, side by side, and the elements from one head to the next.
-
-    TMA copies columns from any element on, but rows begin at multiples of 16 bytes.  Heads at other strides, such as
-    int8 keys with their scales, are therefore columns of a row if they lie within a token's stride.  If they do not, or
-    need not be columns, `pages` are returned as they are, and 0.  Elements of such rows are words.
-    """
-    span = (pages.num_heads - 1) * pages.head_stride + pages.width
-    step = pages.head_stride * itemsize
-    if pages.num_heads == 1 or step % ALIGNMENT == 0 or step % 4 or span > pages.token_stride:
-        return pages, 0
-    return replace(pages, num_heads=1, width=span), pages.head_stride
 
 
 def origin_step(pages: Pages) -> int:

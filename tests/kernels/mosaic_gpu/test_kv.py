@@ -22,8 +22,8 @@ from support.hopper import kernel_operands, on_hopper, read_early
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
 
 
-UNALIGNED = tuple(f"{plane}token stride of {nbytes} bytes" for plane in ("", "value ") for nbytes in (72, 132, 264))
-"""Reasons against planes of packed tokens: 128 values have 72 bytes in nvfp4 and 132 in int8, two heads of int8 264."""
+UNALIGNED = tuple(f"{plane}{axis} stride of" for plane in ("", "value ") for axis in ("token", "head"))
+"""Reasons against planes of packed entries: 128 values have 72 bytes in nvfp4 and 132 in int8."""
 
 
 class Mosaic:
@@ -165,7 +165,13 @@ APART = [
         ),
     ),
 ]
-"""Format, sizes, heads and layout of quantised keys and values that lie apart, at addresses that TMA can copy from."""
+"""Format, sizes, heads and layout of quantised keys and values that lie apart."""
+
+
+def layout_of(name, entry, **sizes):
+    """The layout of that name.  Keys, and values, that lie apart begin at multiples of 16 bytes, as TMA demands."""
+    alignment = {"alignment": 16} if name in suites.scenes.APART else {}
+    return suites.layout_of(name, entry, **sizes, **alignment)
 
 
 @on_hopper
@@ -177,7 +183,7 @@ def test_quantised_heads_that_lie_apart(form, sizes, heads, name, block_size):
     entry = suite.entry(form)
     lengths = (0, 700, block_size + 1, 129)
     scene = suites.scenes.scene(entry, num_heads=heads, block_size=block_size, lengths=lengths, num_blocks=80)
-    layout = suites.layout_of(name, entry, num_heads=heads, block_size=block_size, num_blocks=80)
+    layout = layout_of(name, entry, num_heads=heads, block_size=block_size, num_blocks=80)
     q, cache = suite.query(entry, 4, 2, 4 * heads), scene.cache(layout, 1)
     for keywords in ({}, {"window": 300, "logit_cap": 2.0}):
         suite.check(q, cache, scene, 1, **keywords)
@@ -196,7 +202,7 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
     def case(self, lengths, heads, group, tokens=1, *, form="bf16", layout="BLNHC", layer=1, block_size=64, **keywords):
         entry = self.entry(form)
         scene = suites.scenes.scene(entry, num_heads=heads, lengths=lengths, block_size=block_size)
-        found = suites.layout_of(layout, entry, num_heads=heads, block_size=block_size)
+        found = layout_of(layout, entry, num_heads=heads, block_size=block_size)
         q = self.query(entry, len(lengths), tokens, heads * group)
         return self.check(q, scene.cache(found, layer), scene, layer, **keywords)
 
@@ -382,7 +388,7 @@ def test_keys_and_values_that_lie_apart_lower_for_hopper(name):
 def assert_lowers(form, name, case, trailing=None):
     sizes, heads, group, tokens, block_size, keywords = case
     entry = jaxkv.KVEntry(form, *sizes)
-    layout = suites.layout_of(name, entry, num_layers=32, num_blocks=4096, block_size=block_size, num_heads=heads)
+    layout = layout_of(name, entry, num_layers=32, num_blocks=4096, block_size=block_size, num_heads=heads)
     shape, buffer = jax.ShapeDtypeStruct, suites.scenes.shapes_of(layout).buffer
     arrays = (
         shape((4, tokens, heads * group, sizes[0]), jnp.bfloat16),

@@ -14,8 +14,7 @@ class InterpretedTokenRows(TokenRows):
     def index(self, layer, block, token, head=0):
         """The number of a page, and the row of `token`."""
         pages = self.pages
-        page = (layer * pages.num_blocks + block) * pages.num_heads
-        return page + (0 if self.head_columns else head), token
+        return (layer * pages.num_blocks + block) * pages.num_heads + head, token
 
     def of(self, buffer):
         """The pages of the buffer, copied."""
