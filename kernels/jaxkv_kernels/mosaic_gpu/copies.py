@@ -43,7 +43,7 @@ from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
-from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel
+from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel, thaw
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
 CHUNK_BYTES = 32 * 1024
@@ -237,7 +237,7 @@ def write_blocks(call: WriteBlocks) -> Buffer:
     if not blocks.size:
         return buffer
     parts = block_runs(pages)
-    ref = jax.tree.map(jax.new_ref, in_views(buffer, [runs.view for runs in parts]))
+    ref = thaw(in_views(buffer, [runs.view for runs in parts]))
     _write_into(ref, blocks, call.data, parts, pages)
     return jax.tree.map(jnp.ravel, freeze(ref))
 
@@ -293,7 +293,7 @@ def copy_blocks(call: CopyBlocks) -> Buffer:
 
         each_chunk(move)
 
-    ref = jax.tree.map(jax.new_ref, in_views(buffer, [runs.view for runs in parts]))
+    ref = thaw(in_views(buffer, [runs.view for runs in parts]))
     rows = jax.ShapeDtypeStruct((src.size, pages.block_elements), dtype_of(buffer))
     held = chunked(copy_blocks, parts, src.size, rows.dtype, out_type=rows)(src, now, later, ref)
     _write_into(ref, later, held, parts, pages)
@@ -318,7 +318,7 @@ def write_state(call: WriteState) -> jax.Array:
     if not slots.size:
         return buffer
     view = row_view(pages)
-    ref = jax.new_ref(buffer.reshape(view.shape))
+    ref = thaw(buffer.reshape(view.shape))
     for name, dtype, first, length in _state_arrays(call.entry, buffer.dtype):
         rows = view_as(call.states[name].astype(dtype).reshape(slots.size, -1), buffer.dtype)
 

@@ -59,7 +59,7 @@ from jaxkv_kernels.mosaic_gpu.entry_fields import CHUNK, fields_of
 from jaxkv_kernels.mosaic_gpu.entry_lanes import MOST_VALUES, mover, scale_of, step_of, teams
 from jaxkv_kernels.mosaic_gpu.ragged_places import place_of
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
-from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze
+from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, thaw
 
 Write = WriteMLA | WriteKV | WriteIndexerK
 Gather = GatherMLA | GatherKV | GatherIndexerK
@@ -225,7 +225,7 @@ def encode_entries(call: Write) -> Buffer:
             scale = scale_of(field, found_scales)
             lanes.store_entry(field, cache_ref, chunks, str(value.dtype), keep, index, scale)
 
-    ref = jax.tree.map(lambda array: jax.new_ref(lanes.buffer(array)), buffer)
+    ref = thaw(jax.tree.map(lanes.buffer, buffer))
     team.run("encode_entries", load, store, *values, slots, jnp.reshape(call.layer, (1,)), *scales, *angles, ref)
     return jax.tree.map(lambda array: view_as(array, dtype), freeze(ref))
 

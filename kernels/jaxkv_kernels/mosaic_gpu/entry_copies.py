@@ -59,7 +59,7 @@ from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
 from jaxkv_kernels.mosaic_gpu.ragged_places import places_of
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
-from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel
+from jaxkv_kernels.mosaic_gpu.runtime.launch import freeze, kernel, thaw
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import IN_BOUNDS
 
 
@@ -213,7 +213,7 @@ def store_entries(call: WriteMLA | WriteKV | WriteIndexerK | WriteEntries, parts
 
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    ref = jax.tree.map(jax.new_ref, in_views(buffer, views))
+    ref = thaw(in_views(buffer, views))
     kernel(
         store,
         interpret=interpret,

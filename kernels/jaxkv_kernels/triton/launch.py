@@ -74,6 +74,7 @@ def _through_jax_triton(kernel, operands, results, updated, grid, warps, stages,
     options: dict[str, Any] = {"kernel": kernel, "grid": grid, "num_warps": warps, "num_stages": stages, **constants}
     # Set explicitly, because Triton 3.10 will no longer fuse products and sums by default, and 3.9 warns about it.
     fused = {"enable_fp_fusion": True}
+    updated = jax.lax.optimization_barrier(updated)  # may be slices of other arrays; see `thaw` of mosaic_gpu
     if _takes_refs():
         refs = [jax.new_ref(array) for array in updated]
         options["backend_options"] = fused

@@ -1,5 +1,6 @@
 """Whole blocks: copies, and round trips through exported rows."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,6 +57,21 @@ class BlockChecks(Suite):
 
 class Blocks(BlockChecks):
     """The same on every layout."""
+
+    def test_the_buffer_may_be_a_slice_of_another_array(self):
+        layout = layout_of("BLNHC", scenes.MLA_ENTRIES[0])
+        whole = on_device(np.random.default_rng(1).uniform(0, 100, (3, layout.size)), layout.dtype)
+        src, dst = on_device([3, 1], jnp.int32), on_device([1, 5], jnp.int32)
+
+        @jax.jit
+        def copied(whole):
+            return self.run(jaxkv.copy_blocks, jaxkv.KVCache(whole[1], layout), src, dst).buffer, whole
+
+        found, after = copied(whole)
+        right = np.asarray(whole[1]).reshape(layout.num_blocks, -1).copy()
+        right[[1, 5]] = right[[3, 1]]
+        assert_same_bits(found, right.reshape(-1))
+        assert_same_bits(after, whole)
 
     entries = (scenes.MLA_ENTRIES[0], scenes.KV_ENTRIES[2], scenes.KV_ENTRIES[3], scenes.INDEXER_ENTRY)
 

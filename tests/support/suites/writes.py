@@ -61,6 +61,21 @@ class WriteChecks(Suite):
         assert (expected != before).any()
         assert_same_bits(to_bytes(cache), expected, "the buffer's bytes")
 
+    def check_slice(self, layout):
+        """Writes to a cache whose buffer is a part of another array, as those of a model's layers may be."""
+        entry, rng = layout.entry, np.random.default_rng(6)
+        parts, slots = new_tokens(entry, layout.num_heads, 12), on_device(rng.permutation(layout.num_slots)[:12])
+        whole = on_device(rng.uniform(0, 100, (3, layout.size)), layout.dtype)
+
+        @jax.jit
+        def written(whole):
+            return self.write(jaxkv.KVCache(whole[1], layout), parts, slots, 1, {}).buffer, whole
+
+        found, after = written(whole)
+        right = self.write(jaxkv.KVCache(whole[1], layout), parts, slots, 1, {})
+        assert_same_bits(found, right.buffer)
+        assert_same_bits(after, whole)
+
     def slots(self, layout, rng, count=12):
         """Distinct slots among skipped ones: negative, one past the end, far past it."""
         good = rng.permutation(layout.num_slots)[:count]
@@ -218,6 +233,10 @@ class Writes(WriteChecks):
     def test_keys_and_values_that_lie_apart(self, entry, name):
         layout = layout_of(name, entry, num_heads=2)
         self.check(layout, 1, self.slots(layout, np.random.default_rng(0)), "random")
+
+    @formats([scenes.MLA_ENTRIES[0], jaxkv.KVEntry("int8", 128)])
+    def test_the_buffer_may_be_a_slice_of_another_array(self, entry):
+        self.check_slice(layout_of("BLNHC", entry))
 
     def test_latents_without_a_rotary_part(self):
         layout = layout_of("BLNHC", jaxkv.MLAEntry("bf16", latent=128, rope=0))

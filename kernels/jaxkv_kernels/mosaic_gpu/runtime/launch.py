@@ -56,6 +56,16 @@ def pdl_launch_dependents(read_early, *, interpret: bool) -> None:
         plgpu.griddepcontrol_launch_dependents()
 
 
+def thaw(buffer) -> Any:
+    """A reference to an array, or to each array of a pair, for kernels that update it in place.
+
+    XLA makes one fusion of a custom call and of slices that are its operands, and forgets that the call updates them:
+    without the barrier, the result for a slice of another array is memory that nothing was written to (seen on an H100
+    with jax 0.11.2).
+    """
+    return jax.tree.map(lambda array: jax.new_ref(jax.lax.optimization_barrier(array)), buffer)
+
+
 def freeze(ref) -> Any:
     """The contents of `ref`, or of a pair of references, after a kernel has written to it."""
     # Without the barrier, if a scan stacks such results, rows that the kernel does not write become zeros (seen on an
