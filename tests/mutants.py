@@ -239,9 +239,9 @@ MUTANTS = {
         ),
         Mutant(
             "the largest logits of one of two caches",
-            SOFTMAX,
-            "largest.max(axis=0)",
-            "largest[0]",
+            SPARSE,
+            "largest = reduce(jnp.maximum, [",
+            "largest = reduce(lambda first, other: first, [",
             ("tests/ops/test_xla.py::TestMaxLogits",),
         ),
         Mutant(
@@ -349,8 +349,8 @@ MUTANTS = {
         Mutant(
             "ties of e2m1 values go to the odd code",
             FP4,
-            "magnitude >= midpoint * scale if n % 2 else",
-            "magnitude >= midpoint * scale if n % 2 == 0 else",
+            "up = n % 2 or not ties_to_even",
+            "up = n % 2 == 0 or not ties_to_even",
             (*FORMATS, *WRITES),
         ),
         Mutant(
