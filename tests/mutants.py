@@ -311,7 +311,7 @@ MUTANTS = {
         ),
         Mutant(
             "the log-sum-exp of two caches without their maximum",
-            SOFTMAX,
+            "kernels/jaxkv_kernels/scores.py",
             "jnp.where(empty, -jnp.inf, top + jnp.log(total))",
             "jnp.where(empty, -jnp.inf, jnp.log(total))",
             EXTRA,
@@ -370,8 +370,8 @@ MUTANTS = {
         Mutant(
             "keys have the scales of values",
             NVFP4,
-            "zip((k, v), (k_scale, v_scale), scales, strict=True)",
-            "zip((k, v), (v_scale, k_scale), scales, strict=True)",
+            "found[len(sizes) :], scales, strict=True)",
+            "found[len(sizes) :], scales[::-1], strict=True)",
             ("tests/ops/test_xla.py::TestGathers",),
         ),
         Mutant(

@@ -316,6 +316,7 @@ def test_the_checkpoints_stop_token_ends_the_text(tmp_path, capsys):
     assert capsys.readouterr().out == tokens + "\n"
 
 
+@pytest.mark.ci  # the engine's tests draw tokens, too
 def test_drawn_tokens_are_those_of_the_seed(capsys):
     def drawn(*arguments):
         assert generate("--ids", "1 2 3", "--max-tokens", "12", "--temperature", "1.5", *arguments) == 0

@@ -17,6 +17,7 @@ import jaxkv
 from jaxkv import offload
 from jaxkv.offload import block_file, transfers
 from offload.pools import ENTRY, KEY, LAYOUT, SIZES, blocks_of, filled, flip, names, reopened
+from support.cases import further
 from support.compare import assert_same_bits
 
 
@@ -197,7 +198,7 @@ for turn in range(10_000):
 """
 
 
-@pytest.mark.parametrize("seconds", [0, 0.3])
+@pytest.mark.parametrize("seconds", [further(0), 0.3])
 def test_a_process_that_is_killed_leaves_a_readable_pool(tmp_path, seconds):
     root = Path(jaxkv.__file__).parents[1]
     paths = {"PYTHONPATH": os.pathsep.join(map(str, (root, root / "kernels")))}

@@ -94,7 +94,8 @@ def test_the_engine(family, divided):
     assert sent_back
 
 
-@pytest.mark.parametrize("family", [further(SMALL), "llama"])
+@pytest.mark.ci  # other tests of replicas draw short answers
+@pytest.mark.parametrize("family", [SMALL, "llama"])
 def test_replicas_serve_the_recorded_prompts(family):
     served = serving.Replicas(
         load(family, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2

@@ -78,7 +78,7 @@ def test_all_lengths_at_once_in_chunks_of_seven(order, one_trace):
 @pytest.mark.parametrize(
     "family",
     [
-        name if name == "llama" else further(name) if name in ("deepseek_v32", "deepseek_v4") else slow(name)
+        name if name == "llama" else further(name) if name == "deepseek_v4" else slow(name)
         for name in sorted(path.parent.name for path in FOLDER.glob("*/truth.npz"))
     ],
 )
