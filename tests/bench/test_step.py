@@ -15,7 +15,7 @@ import jaxkv.models
 from jaxkv.bench import random_models, step
 from jaxkv.bench.kernel_times import KernelTimes
 from jaxkv.cli import main
-from support.cases import further
+from support.cases import further, slow
 from support.many_devices import on_several_devices
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
@@ -94,8 +94,8 @@ def test_a_step_of_a_prefill(capsys):
 @pytest.mark.parametrize(
     ("family", "parallel", "options"),
     [
-        further("deepseek_v32", "expert", ["--entry-format", "fp8_ds_mla"]),
-        further("deepseek_v2_lite", "data-expert", []),
+        slow("deepseek_v32", "expert", ["--entry-format", "fp8_ds_mla"]),
+        slow("deepseek_v2_lite", "data-expert", []),
         ("llama", "context", ["--new-tokens", "3"]),
     ],
 )

@@ -217,7 +217,8 @@ class TestInterpreted(Mosaic, suites.DecodeKVChecks):
         "keywords",
         [
             further({"tree_mask": np.stack([np.eye(3, dtype=bool), np.tri(3, dtype=bool)])}),
-            further({"mask": masks.Prefix(3) | masks.Sliding(70, 0), "tree_mask": np.ones((2, 3, 3), bool)}),
+            # By hand: on an idle machine, the interpreter often waits for ever in calls of several kernels.
+            slow({"mask": masks.Prefix(3) | masks.Sliding(70, 0), "tree_mask": np.ones((2, 3, 3), bool)}),
             slow({"mask": masks.Chunked(64)}),
         ],
     )
