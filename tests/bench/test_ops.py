@@ -19,7 +19,7 @@ from jaxkv.bench.program import Measured, Program
 from jaxkv.bench.suites import WORKLOADS
 from jaxkv.bench.workload import workload
 from jaxkv_kernels.mosaic_gpu.runtime import stamp
-from support.cases import further
+from support.cases import further, slow
 from support.hopper import kernel_operands, read_early
 
 CPU = {workload.operation: workload for workload in WORKLOADS.values() if workload.suite == "cpu"}
@@ -92,9 +92,7 @@ TIMED = (
 """One of each kind of arguments and results."""
 
 
-@pytest.mark.parametrize(
-    "operation", [name if name in TIMED else further(name) for name in CPU if name != "plan_decode"]
-)
+@pytest.mark.parametrize("operation", [name if name in TIMED else slow(name) for name in CPU if name != "plan_decode"])
 @pytest.mark.usefixtures("quick")
 def test_every_operation_is_timed(operation):
     workload = CPU[operation]

@@ -31,8 +31,8 @@ DRAWS = 2
 def taken():
     """(operation and format, sample call) of what the kernels take, each with every generation.
 
-    Each sample is compiled for some generations by default, in turn, and for the others if it is `slow`: for half of
-    them; for two, if its format shares its kernels with others; for one, if its kernel does not interpret entries.
+    Each sample is compiled for some generations by default, in turn, and for the others if it is `slow`: for two,
+    or one if its format shares its kernels with others, or if its kernel does not interpret entries.
     Kernels that do not are the same for all formats of the same sizes: each is compiled once.
     """
     seen = set()
@@ -46,7 +46,7 @@ def taken():
         if entries or same not in seen:
             turn = len(seen)
             seen.add((*same, form) if entries else same)
-            count = 1 if not entries else 2 if is_tiled(call.entry) else len(SHARED) // 2
+            count = 2 if entries and not is_tiled(call.entry) else 1
             for capability, marks in in_turn(turn, count):
                 name = f"{operation.name} {form}".rstrip()
                 yield pytest.param(
