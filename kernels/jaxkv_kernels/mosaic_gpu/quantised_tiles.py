@@ -17,7 +17,7 @@ e2m1 keys have another order (`E2M1_PAIRS`); e2m1 values, in the order above, ar
 """
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -618,28 +618,34 @@ class RowTiles(KVTiles):
         """Whole rows of each reference."""
         return tuple(Columns(0, ref.shape[-1], ref.at[stage], full) for ref in raw)
 
+    def _loaded_keys(self, ref, stage, region: Region, group) -> Any:
+        """The registers of 64 columns of keys, with which rows begin."""
+        return loads.load_entry_keys(ref, stage, region.nbytes, group, wide=False)
+
+    def _loaded_values(self, ref, stage, region: Region, step) -> Any:
+        """The registers of the values of 16 tokens."""
+        return loads.load_of_tokens(
+            ref, stage, region.nbytes, step,
+            offset=region.first, groups=self.value_groups, swapped=False, narrow=self.narrow,
+        )  # fmt: skip
+
     def load_keys(self, raw, stage, group):
-        """Loads 64 columns of keys, with which rows begin."""
+        """Loads 64 columns of keys, with their scales if they are converted together."""
         held, (keys, _) = words(8), self.regions
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
         def load(_, ref, stage):
-            found = loads.load_entry_keys(ref, stage.registers.item(), keys.nbytes, group, wide=False)
-            return array(found, held.layout)
+            return array(self._loaded_keys(ref, stage.registers.item(), keys, group), held.layout)
 
         return load(raw[keys.reference], stage)
 
     def load_values(self, raw, stage, step):
-        """Loads the values of 16 tokens."""
+        """Loads the values of 16 tokens, with their scales likewise."""
         _, values = self.regions
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
         def load(_, ref, stage):
-            found = loads.load_of_tokens(
-                ref, stage.registers.item(), values.nbytes, step,
-                offset=values.first, groups=self.value_groups, swapped=False, narrow=self.narrow,
-            )  # fmt: skip
-            return array(found, self._values.layout)
+            return array(self._loaded_values(ref, stage.registers.item(), values, step), self._values.layout)
 
         return load(raw[values.reference], stage)
 
@@ -695,29 +701,15 @@ class Nvfp4Tiles(RowTiles):
     def _pairs(self):
         return conversions.E2M1_PAIRS
 
-    def load_keys(self, raw, stage, group):
-        """Loads 64 columns of keys, and their scales."""
-        held, (keys, _) = words(8), self.regions
+    def _loaded_keys(self, ref, stage, region, group):
+        """With the scales."""
+        return loads.load_e2m1_keys(ref, stage, region.nbytes, region.scales, group)
 
-        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=held)
-        def load(_, ref, stage):
-            found = loads.load_e2m1_keys(ref, stage.registers.item(), keys.nbytes, keys.scales, group)
-            return array(found, held.layout)
-
-        return load(raw[keys.reference], stage)
-
-    def load_values(self, raw, stage, step):
-        """Loads the values of 16 tokens, and their scales."""
-        _, values = self.regions
-
-        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR), return_type=self._values)
-        def load(_, ref, stage):
-            found = loads.load_e2m1_of_tokens(
-                ref, stage.registers.item(), values.nbytes, values.first, values.scales, step, self.value_groups
-            )
-            return array(found, self._values.layout)
-
-        return load(raw[values.reference], stage)
+    def _loaded_values(self, ref, stage, region, step):
+        """With the scales."""
+        return loads.load_e2m1_of_tokens(
+            ref, stage, region.nbytes, region.first, region.scales, step, self.value_groups
+        )
 
     def convert_keys(self, loaded, group):
         """Converts what `load_keys` returned to a float16 operand [64, 64]."""

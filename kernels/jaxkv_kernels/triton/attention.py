@@ -248,7 +248,7 @@ def load_keys_and_values(buffer, value_buffer, layer, slot, head, known, PAGES: 
             values += rope
     else:
         keys = _part_tiles(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS)
-        value = second_part(entry, buffer, value_buffer, layer, slot, head, PAGES, LOADS.second_at)
+        value = second_part(entry, value_buffer, layer, slot, head, PAGES, LOADS.second_at)
         values = _part_tiles(value, known, 1, LOADS.second, LOADS.second_columns, LOADS)
         key_scale = (entry + LOADS.scales_at[0]).to(tl.pointer_type(tl.float32))
         value_scale = (value + LOADS.scales_at[1]).to(tl.pointer_type(tl.float32))
@@ -482,7 +482,7 @@ def attend_tiles(
         keys of tile i + 1     load ......................................... arrive
         tile i                 scores = q k^T | mask | max, weights | acc = acc * rescale + weights v
 
-    Values are in `value_buffer` if they have an array of their own, otherwise in `buffer`.
+    Values are in `value_buffer`: their own array, or `buffer` again.
     `table` [B, TABLE] holds ids of blocks of TABLE_BLOCK tokens: blocks of the cache, or slots if TABLE_BLOCK is 1.
     `last_ends` [B] are the positions after the last query tokens: unclamped lengths or, with TRAILING, clamped lengths
     minus `trailing`.

@@ -276,7 +276,7 @@ def _store_parts(
     place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
     tile, other = _stored(tile, scales, 0, TYPES, NATIVE), _stored(other, scales, 1, TYPES, NATIVE)
     store_pieces(place.to(tl.pointer_type(TYPES[0])), tile, keep, SIZES[0], COLUMNS[0])
-    other_place = second_part(place, buffer, value_buffer, layer, slot, head, PAGES, SECOND)
+    other_place = second_part(place, value_buffer, layer, slot, head, PAGES, SECOND)
     store_pieces(other_place.to(tl.pointer_type(TYPES[1])), other, keep, SIZES[1], COLUMNS[1])
 
 
@@ -528,7 +528,7 @@ def _load_entries(
     slot, known = ragged_slots(row // PAGES.num_heads, tables, sums, starts, layer, RUNS, PAGES)
     place = token_address(buffer, layer, slot, head, PAGES).to(tl.pointer_type(DTYPE))
     tile = load_pieces(place.to(tl.pointer_type(TYPES[0])), known, SIZES[0], COLUMNS[0])
-    other_place = second_part(place, buffer, value_buffer, layer, slot, head, PAGES, SECOND)
+    other_place = second_part(place, value_buffer, layer, slot, head, PAGES, SECOND)
     other = load_pieces(other_place.to(tl.pointer_type(TYPES[1])), known, SIZES[1], COLUMNS[1])
     if TYPES[0] == tl.uint8:
         tile = from_e4m3(tile, NATIVE) * scales[0][:, None]

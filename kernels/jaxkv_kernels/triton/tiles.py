@@ -37,18 +37,14 @@ def token_address(buffer, layer, slot, head, PAGES: tl.constexpr):
 
 
 @triton.jit
-def second_part(place, buffer, value_buffer, layer, slot, head, PAGES: tl.constexpr, SECOND: tl.constexpr):
+def second_part(place, value_buffer, layer, slot, head, PAGES: tl.constexpr, SECOND: tl.constexpr):
     """The start of the second parts of entries that begin at `place`, as pointers of the same type.
 
-    They begin SECOND elements later or, if SECOND is None, where the strides of values put them: in `buffer`, or in
-    `value_buffer` if values have an array of their own.
+    They begin SECOND elements later or, if SECOND is None, where the strides of values put them in `value_buffer`: the
+    array of values, or the buffer that has keys and values.
     """
     if SECOND is None:
-        VALUES: tl.constexpr = PAGES.values
-        if VALUES.own_array:
-            found = token_address(value_buffer, layer, slot, head, VALUES).to(place.dtype)
-        else:
-            found = token_address(buffer, layer, slot, head, VALUES).to(place.dtype)
+        found = token_address(value_buffer, layer, slot, head, PAGES.values).to(place.dtype)
     else:
         found = place + tl.full((), SECOND, tl.int64)
     return found
