@@ -44,7 +44,8 @@ def second_part(place, value_buffer, layer, slot, head, PAGES: tl.constexpr, SEC
     array of values, or the buffer that has keys and values.
     """
     if SECOND is None:
-        found = token_address(value_buffer, layer, slot, head, PAGES.values).to(place.dtype)
+        VALUES: tl.constexpr = PAGES.values
+        found = token_address(value_buffer, layer, slot, head, VALUES).to(place.dtype)
     else:
         found = place + tl.full((), SECOND, tl.int64)
     return found
