@@ -46,6 +46,7 @@ def test_a_cache_has_the_blocks_of_all_tables():
     assert ttft._num_blocks(model, 128) == 3 + 18 + 36 + 18
 
 
+@pytest.mark.ci
 def test_shares_of_the_kernels_of_a_cold_prompt(monkeypatch, capsys, tmp_path):
     def timed(run, *, repeats):
         run()

@@ -13,7 +13,6 @@ from jax.stages import Lowered
 
 from jaxkv.cli import layout, main
 from jaxkv.serving import program
-from support.cases import further
 
 MODEL = Path(__file__).parents[1] / "data" / "models" / "llama"
 
@@ -37,7 +36,8 @@ sys.exit(cli.main(["layout"]))
 """
 
 
-@pytest.mark.parametrize("script", [further(IN_THREADS), IN_THE_MAIN_THREAD], ids=["in threads", "in the main thread"])
+@pytest.mark.ci
+@pytest.mark.parametrize("script", [IN_THREADS, IN_THE_MAIN_THREAD], ids=["in threads", "in the main thread"])
 def test_a_compiler_does_not_delay_the_end(script):
     with subprocess.Popen([sys.executable, "-c", script], stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None

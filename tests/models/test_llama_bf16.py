@@ -22,7 +22,7 @@ from jax.experimental import pallas  # noqa: F401 (its warnings at import are no
 import jaxkv
 import jaxkv.models
 from support.available import assume_available
-from support.cases import slow
+from support.cases import further, slow
 from support.hopper import kernel_operands, on_hopper
 from support.many_devices import mesh_of, on_several_devices
 
@@ -125,7 +125,7 @@ def test_on_a_gpu(implementation):
 
 
 @on_several_devices
-@pytest.mark.parametrize("implementation", ["xla", pytest.param("mosaic_gpu", marks=on_hopper)])
+@pytest.mark.parametrize("implementation", [further("xla"), pytest.param("mosaic_gpu", marks=on_hopper)])
 @pytest.mark.parametrize(
     "division",
     [

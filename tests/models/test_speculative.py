@@ -109,6 +109,7 @@ def test_the_layer_and_its_drafts_equal_the_oracle(checkpoint):
         hidden, tokens = np.concatenate([hidden, y[-1:]]), np.append(tokens, logits[-1].argmax())
 
 
+@pytest.mark.ci
 def test_hidden_states_are_those_after_the_final_norm(checkpoint):
     folder, weights = checkpoint
     model = models.load(folder, mtp=True)

@@ -49,6 +49,7 @@ def assert_contents(found, expected):
         assert_same_bits(x, right.view(np.asarray(x).dtype))  # files of NumPy do not know bfloat16
 
 
+@pytest.mark.ci
 def test_another_process_finds_them(killed):
     folder, expected = killed
     assert_contents(each_group(reloaded(folder), *ELSEWHERE.values()), expected)

@@ -54,6 +54,7 @@ def test_entries_of_every_kind(entry):
         check(src, dst)
 
 
+@pytest.mark.ci
 @settings(max_examples=15)
 @given(random_numbers)
 def test_strides_of_every_kind(rng):

@@ -242,6 +242,7 @@ def test_aligned_batches_have_no_decoding_requests():
         jaxkv.prefill_mla(q_nope[None], q_pe[None], *weights, cache, *index, layer=1, scale=SCALE, num_decodes=1)
 
 
+@pytest.mark.ci
 def test_checked():
     scene = scenes.scene(ENTRY, lengths=(3, 9))
     given, cache = arguments(ENTRY, 7, "float32"), scene.cache(scenes.layouts(ENTRY)["BLNHC"], 1)

@@ -131,6 +131,7 @@ def test_the_default_block_size_is_divided_evenly():
     assert described.layout(4).block_size == 64
 
 
+@pytest.mark.ci
 def test_where_a_replica_raises_all_end(monkeypatch):
     """The others finish their step first, so that they do not change while their blocks are released."""
     served = serving.Replicas(

@@ -280,7 +280,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
 
     @pytest.mark.parametrize(
         ("form", "exponents"),
-        [further("fp8_v4", (-40, 40)), ("mxfp4_ds_mla", (-8, -5)), slow("mxfp4_ds_mla", (-40, 40))],
+        [further("fp8_v4", (-40, 40)), further("mxfp4_ds_mla", (-8, -5)), slow("mxfp4_ds_mla", (-40, 40))],
     )
     def test_any_e8m0_scales(self, form, exponents):
         self.sparse(form, (70, 3), 8, 80, scene=self.with_e8m0_scales(form, exponents))
@@ -303,7 +303,8 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
         self.check_scales_that_are_not_powers_of_two(exponents, 8)
 
     @pytest.mark.parametrize(
-        ("form", "power"), [("fp8_ds_mla", QUERY_SCALES[0]), further("fp8_ds_mla", QUERY_SCALES[1]), further("fp8", 40)]
+        ("form", "power"),
+        [further("fp8_ds_mla", QUERY_SCALES[0]), further("fp8_ds_mla", QUERY_SCALES[1]), further("fp8", 40)],
     )
     def test_any_queries(self, form, power):
         self.check_queries(form, power, 8, (64, 1), 66)

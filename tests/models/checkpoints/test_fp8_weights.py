@@ -31,6 +31,7 @@ def assert_near(found, right, bound):
     assert np.abs(found - right).max() < bound * np.abs(right).max()
 
 
+@pytest.mark.ci
 def test_a_model_with_float8_weights_is_that_of_their_values(folders):
     small, whole = (jaxkv.models.load(folder, dtype="float32") for folder in folders)
     held = [leaf for leaf in jax.tree.leaves(small.params) if leaf.dtype == jnp.float8_e4m3fn]
