@@ -64,7 +64,7 @@ FORMAT = "kernels/jaxkv_kernels/formats/format.py"
 POOL, PREFIX = "jaxkv/serving/pool.py", "jaxkv/serving/prefix.py"
 TABLE, BLOCK_TABLES = "jaxkv/serving/table.py", "jaxkv/serving/block_tables.py"
 ENGINE, REQUEST = "jaxkv/serving/engine.py", "jaxkv/serving/request.py"
-SPECULATIVE, SAMPLING = "jaxkv/serving/speculative.py", "jaxkv/models/sampling.py"
+SAMPLING = "jaxkv/models/sampling.py"
 
 SLOTS, LARGE = ("tests/ops/test_slots.py",), ("tests/ops/test_large.py",)
 PACKED_TESTS = ("tests/layout", "tests/offload/test_offload.py")
@@ -434,9 +434,9 @@ MUTANTS = {
         ),
         Mutant(
             "an accepted draft is not counted as cached",
-            SPECULATIVE,
-            "request.cached += accepted + 1",
-            "request.cached += accepted",
+            ENGINE,
+            "request.cached -= rejected",
+            "request.cached -= len(span.drafts)",
             SPECULATIVE_TESTS,
         ),
         Mutant(

@@ -173,9 +173,9 @@ class BlockTables:
         """The indices of the blocks that a request must not share, from token `start` on.
 
         In a table that keeps all blocks, these are the blocks of all its further tokens.  In a table with a window,
-        they are only those of the next step, which ends at token `end`.
+        they are only those of the next step, which writes up to token `end`.
         """
-        return table.written(start, request.length if table.window is None else end)
+        return table.written(start, max(request.length, end) if table.window is None else end)
 
     def _expire(self, request: Request, table: TableKind, first: int) -> None:
         """Releases the blocks of a table before block number `first`."""
