@@ -78,11 +78,11 @@ PLAN = ("tests/kernels/mosaic_gpu/test_plan.py",)
 MOSAIC_MLA, MOSAIC_KV = ("tests/kernels/mosaic_gpu/test_decode_mla.py",), ("tests/kernels/mosaic_gpu/test_kv.py",)
 FORMATS = ("tests/kernels/test_formats.py",)
 SERVING = ("tests/serving/test_engine.py",)
+DRAFTS, SAMPLING_TESTS = ("tests/serving/test_engine_drafts.py",), ("tests/models/test_sampling.py",)
 REUSE = ("tests/serving/test_engine_reuse.py",)
 STEPS = ("tests/serving/test_engine_steps.py",)
 TABLES = ("tests/serving/test_tables.py", "tests/serving/test_engine_tables.py")
 KEYS = ("tests/offload/test_offload.py",)
-SPECULATIVE_TESTS, SAMPLING_TESTS = ("tests/models/test_speculative.py",), ("tests/models/test_sampling.py",)
 
 MUTANTS = {
     "addressing": (
@@ -437,7 +437,7 @@ MUTANTS = {
             ENGINE,
             "request.cached -= rejected",
             "request.cached -= len(span.drafts)",
-            SPECULATIVE_TESTS,
+            DRAFTS,
         ),
         Mutant(
             "the token that reaches top_p is left out",
