@@ -62,7 +62,7 @@ BITS, FP4 = "kernels/jaxkv_kernels/formats/bits.py", "kernels/jaxkv_kernels/form
 INT8, NVFP4 = "kernels/jaxkv_kernels/formats/int8.py", "kernels/jaxkv_kernels/formats/nvfp4.py"
 FORMAT = "kernels/jaxkv_kernels/formats/format.py"
 POOL, PREFIX = "jaxkv/serving/pool.py", "jaxkv/serving/prefix.py"
-TABLE, BLOCK_TABLES = "jaxkv/serving/table.py", "jaxkv/serving/block_tables.py"
+TABLE, BLOCK_MANAGER = "jaxkv/serving/table.py", "jaxkv/serving/block_manager.py"
 ENGINE, REQUEST = "jaxkv/serving/engine.py", "jaxkv/serving/request.py"
 SAMPLING = "jaxkv/models/sampling.py"
 
@@ -399,7 +399,7 @@ MUTANTS = {
         ),
         Mutant(
             "copies of shared blocks are not counted",
-            BLOCK_TABLES,
+            BLOCK_MANAGER,
             "return self.count(request, prefix, end) - kept + prefix.copied",
             "return self.count(request, prefix, end) - kept",
             REUSE,

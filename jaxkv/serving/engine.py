@@ -21,7 +21,7 @@ from jaxkv.offload import HostPool, prefix_keys
 from jaxkv.ops.blocks import copy_blocks
 from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, ends_engine
-from jaxkv.serving.block_tables import BlockTables
+from jaxkv.serving.block_manager import BlockManager
 from jaxkv.serving.drafts import MTP, AcceptanceStats, verify_and_draft
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
@@ -134,7 +134,7 @@ class Engine(EngineBase):
         # Without a pool, keys do not leave this engine, so they need not name the model.
         name = "" if offload is None else fingerprint(model)
         copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
-        self.tables = BlockTables(
+        self.block_manager = BlockManager(
             tables,
             self.pool,
             self.tiers,
@@ -199,7 +199,7 @@ class Engine(EngineBase):
             raise ValueError(f"`prompt` {problem}: expected one or more token ids from 0 to {vocabulary - 1}")
         # The last token needs no entry, because no token attends to it.
         entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
-        table, cache = self.tables.max_len, self._capacity
+        table, cache = self.block_manager.max_len, self._capacity
         if entries > min(table, cache):
             small = "num_blocks" if entries > cache else "max_len"
             raise ValueError(
@@ -289,7 +289,7 @@ class Engine(EngineBase):
         """Compiles the programs that follow the layers, given what these found without requests."""
         for sample in (self._likeliest, self._draw) if self.drafts is None else ():
             self._sample(sample, found, {})
-        self.cache = self.tables.warm_up(self.cache)
+        self.cache = self.block_manager.warm_up(self.cache)
 
     # A step consists of the following methods, and of a program between them.  `Lockstep` runs that program for the
     # engines of several devices.
@@ -316,7 +316,7 @@ class Engine(EngineBase):
         return batches
 
     def _batch(self, spans: list[Span], count: int, columns: int) -> InputBatch:
-        batch = InputBatch.of(spans, count, columns, tables=self.tables.arrays, block_size=self.block_size)
+        batch = InputBatch.of(spans, count, columns, tables=self.block_manager.arrays, block_size=self.block_size)
         return batch if self.drafts is None else batch.drafted(spans, self.drafts.lookahead, self.block_size)
 
     @ends_engine
@@ -415,7 +415,7 @@ class Engine(EngineBase):
             self._receive(request, token)
         if last >= 0:  # negative if the logits were NaN
             end = min(span.end - rejected, len(request.tokens))  # a stop token may be among the accepted drafts
-            self.tables.fill(self.cache, request, span.start, end)
+            self.block_manager.fill(self.cache, request, span.start, end)
             request.filled = end
         if span.samples:  # else the prompt is not complete: ignore the sampled token
             self._receive(request, last)
@@ -442,28 +442,28 @@ class Engine(EngineBase):
         request = self.waiting[0]
         if not self._places and self.running[-1].priority >= request.priority:
             return None
-        self.tables.extend_keys(request)
+        self.block_manager.extend_keys(request)
         while True:
-            prefix = self.tables.prefix(request, self.running)
+            prefix = self.block_manager.prefix(request, self.running)
             if prefix.awaited:
                 return None
             end = self._reach(request, prefix.tokens)
-            if not self._places or self.tables.blocks_to_join(request, prefix, end) > self.pool.num_free:
+            if not self._places or self.block_manager.blocks_to_join(request, prefix, end) > self.pool.num_free:
                 if not self._preempt_for(request, prefix):
                     return None
             elif prefix.is_offloaded:  # all blocks that can be loaded are on the device then
-                self.cache, loaded = self.tables.load(self.cache, request, prefix)
+                self.cache, loaded = self.block_manager.load(self.cache, request, prefix)
                 self.prefix_stats.loaded += loaded
             else:
                 break
         insort(self.running, request, key=_rank)
         self.waiting.remove(request)
         request.place = self._places.pop()
-        self.tables.join(request, prefix)
+        self.block_manager.allocate(request, prefix)
         request.cached = request.filled = prefix.tokens
         self.prefix_stats.tokens += len(request.tokens)
         self.prefix_stats.found += prefix.tokens
-        self.cache = self.tables.ensure_writable(self.cache, request, self._reach(request))
+        self.cache = self.block_manager.ensure_writable(self.cache, request, self._reach(request))
         return request
 
     def _preempt_for(self, request: Request, prefix: Prefix) -> bool:
@@ -473,36 +473,42 @@ class Engine(EngineBase):
         """
         others = [other for other in self.running if other.priority >= request.priority]
         held = {block for other in others for block in other.blocks}
-        count = self.tables.count(request, prefix, self._reach(request, prefix.tokens))
+        count = self.block_manager.count(request, prefix, self._reach(request, prefix.tokens))
         needed = count + prefix.copied - len(held.intersection(prefix.on_device))
         if len(others) == len(self.running) or needed > self.pool.num_blocks - len(held):
             return False
-        self._preempt()
+        self._free_some()
         return True
 
-    def _preempt(self) -> None:
+    def _free_some(self) -> None:
         """Reads the launched steps, which may end requests; if there are none, preempts the last running request."""
         if self._launched:
             self._read()
         else:
-            latest = self.running[-1]
-            insort(self.waiting, latest, key=_rank)
-            self._leave(latest)
+            self.preempt(self.running[-1])
+
+    def preempt(self, request: Request) -> None:
+        """Sends a running request, of which no launched step is unread, back to the waiting ones, without its blocks.
+
+        When it joins again, it continues with the tokens that it would have had, up to rounding.
+        """
+        insort(self.waiting, request, key=_rank)
+        self._leave(request)
 
     def _make_room(self, request: Request, end: int) -> None:
         """Takes the blocks of a running request up to token `end`; preempts the most recent requests if needed."""
-        if self.tables.has_blocks_up_to(request, end):
+        if self.block_manager.has_blocks_up_to(request, end):
             return
-        while request.place >= 0 and self.tables.missing_blocks(request, end) > self.pool.num_free:
-            self._preempt()
+        while request.place >= 0 and self.block_manager.missing_blocks(request, end) > self.pool.num_free:
+            self._free_some()
         if request.place >= 0:
-            self.cache = self.tables.ensure_writable(self.cache, request, end)
+            self.cache = self.block_manager.ensure_writable(self.cache, request, end)
 
     def _leave(self, request: Request) -> None:
         """Removes a request from the batch and releases its blocks."""
         self.running.remove(request)
         self._places.append(request.place)
-        self.tables.leave(request)
+        self.block_manager.free(request)
         request.cached, request.filled, request.drafts, request.place = 0, 0, [], -1
 
 

@@ -314,7 +314,7 @@ def test_an_exception_in_the_warm_up(monkeypatch):
             served.warm_up()
     list(served.run())
     assert request.generated == Toy.right(request.prompt, 3)
-    served.tables.warm_up = interrupted
+    served.block_manager.warm_up = interrupted
     with pytest.raises(KeyboardInterrupt):
         served.warm_up()
     for call in (served.step, served.warm_up, served.schedule, lambda: served.read(behind=False)):
