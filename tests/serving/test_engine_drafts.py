@@ -129,6 +129,7 @@ def test_a_stop_token_or_nan_ends_the_request():
     model = predictable()
     engine = drafting(model)
     (tokens,) = generate(engine, [[3, 1, 4]], 30)
+    assert 28 <= engine.acceptance.steps + engine.acceptance.accepted <= 29  # all, up to the first and the last
     stop = tokens[10]
     request = engine.submit([3, 1, 4], max_tokens=30, stop=(stop,))
     list(engine.run())
@@ -212,16 +213,25 @@ def test_prefixes_are_reused():
     assert_right(engine, first, continued, other, running, joined)
 
 
+def drafts_of(engine, prompt=LONG):
+    """The drafts of a request after each step."""
+    request, found = submit(engine, prompt), []
+    while not request.finish_reason:
+        engine.step()
+        found.append([*request.drafts])
+    return [drafts for drafts in found if drafts]
+
+
+@pytest.mark.ci
+def test_drafts_do_not_depend_on_where_blocks_end():
+    """A step has the blocks of its drafts, and of the entries that the MTP layer writes after them."""
+    engines = [serving.Engine(toy(), drafts=serving.MTP(4), **SIZES | sizes) for sizes in ({}, {"block_size": 64})]
+    found = [drafts_of(engine, LONG[:32]) for engine in engines]
+    assert found[0] == found[1]
+
+
 def test_reused_entries_of_the_mtp_layer_give_the_same_drafts():
     """Of a model whose drafts depend on all tokens: computed, found in blocks, copied, and loaded."""
-
-    def drafts_of(engine):
-        request, found = submit(engine, LONG), []
-        while not request.finish_reason:
-            engine.step()
-            found.append([*request.drafts])
-        return [drafts for drafts in found if drafts]
-
     model = toy()
     engine = drafting(model, offload=HostPool(model.layout(1, BLOCK), 32))
     computed, in_blocks = drafts_of(engine), drafts_of(engine)
