@@ -103,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     notice(f"{model.config.architecture}, {model.config.num_layers} layers, on {jax.devices()[0].device_kind}")
     notice(f"cache: {model.layout(args.blocks)}")
     notice("compiling")
-    engine.warm_up()
+    engine.warm_up(wait=False)
     start = time.perf_counter()
     for number, request in enumerate(requests, 1):
         if len(requests) > 1:

@@ -3,7 +3,7 @@
 import operator
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, override
 
@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Lowered
 
 from jaxkv.checks import positive_int
 from jaxkv.models.model import Model
@@ -22,6 +23,7 @@ from jaxkv.ops.blocks import copy_blocks
 from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, ends_engine
 from jaxkv.serving.block_manager import BlockManager
+from jaxkv.serving.buckets import Buckets, Shape
 from jaxkv.serving.drafts import MTP, AcceptanceStats, verify_and_draft
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
@@ -38,9 +40,12 @@ class Engine(EngineBase):
     """Serves requests from one cache.
 
     Every step decodes one token of every request whose prompt is complete, and prefills chunks of one or more prompts.
-    The layers are compiled for two static shapes, of steps with and without chunks.  If blocks run out, new requests
-    wait.  If a running request needs a block and none is free, the most recent request of the lowest priority is
-    preempted and recomputed later.
+    Programs are compiled for a few static shapes (`Buckets`), and a step runs the smallest that holds its requests and
+    chunks.  `warm_up` compiles them ahead; without it, all steps run the largest, one with chunks and one without.  The
+    shape does not change the generated tokens, except through the rounding of logits.
+
+    If blocks run out, new requests wait.  If a running request needs a block and none is free, the most recent request
+    of the lowest priority is preempted and recomputed later.
 
     The host works one step behind the device: it launches a step before it reads the tokens of the previous one.
     Sampled tokens stay on the device, where the next step uses them.  If a stop token ends a request, the next step has
@@ -114,6 +119,7 @@ class Engine(EngineBase):
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
         self.max_chunks = positive_int("max_chunks", max_chunks)
+        self.buckets = Buckets(self.max_requests, self.max_chunks)
         tables = tables_of(layout, block_size, divided=model.parallel.divides_tokens)
         if num_blocks < len(tables):
             names = ", ".join(repr(table.name) for table in tables)
@@ -157,9 +163,7 @@ class Engine(EngineBase):
         # The cache is donated, so that it is updated in place.
         self.program = program.run_layers if drafts is None else verify_and_draft
         self._layers = jax.jit(self.program, donate_argnames="cache", compiler_options=model.compiler_options)
-        self._likeliest, self._draw = (
-            jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)
-        )
+        self._samplers = [jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)]
 
     def submit(
         self,
@@ -247,8 +251,9 @@ class Engine(EngineBase):
     def _step(self):
         # Launches a step, and reads the previous one.
         if schedule := self.schedule():
-            self.cache, found = self._layers(self.model, self.cache, self.last, *self.batches(schedule))
-            self.launched(schedule, found)
+            shape = self.buckets.smallest(*schedule.rows)
+            self.cache, found = self._layers(self.model, self.cache, self.last, *self.batches(schedule, shape))
+            self.launched(schedule, shape, found)
         self.read(behind=schedule is not None)
 
     @override
@@ -262,32 +267,40 @@ class Engine(EngineBase):
         for array in (self.cache.buffer, self.last):
             array.delete()  # unless a program that did not return has donated it
 
-    def warm_up(self) -> None:
-        """Compiles the programs by running them without requests, so that later steps do not compile.
+    def warm_up(self, *, wait: bool = True) -> None:
+        """Compiles the programs, and runs them without requests, so that later steps do not compile.
 
         An interrupt does not wait for the compiler.
+
+        Args:
+          wait: whether to wait for all programs.  Without, this returns when the largest are compiled, which hold every
+            step.  The others are compiled while the engine serves, and steps run them as soon as they are ready.
         """
         self.check_usable()
-        inputs = [self.batches(NOTHING), self.batches(NOTHING, prefill=True)]
-        lowered = [self._layers.lower(self.model, self.cache, self.last, *batches) for batches in inputs]
-        for batches in inputs if self.drafts is None else ():
-            rows = sum(len(batch.seq_lens) for batch in batches)
-            logits = jax.device_put(np.zeros((rows, self.model.config.vocab_size), np.float32), self.last.sharding)
-            samplers = self._likeliest, self._draw
-            lowered += [sample.lower(logits, self.last, Choices.of({}, rows)) for sample in samplers]
-        program.compile_all(lowered)
-        self._run_without_requests(inputs)
+        self.buckets.compile({shape: self._programs(shape) for shape in self.buckets.shapes}, wait=wait)
+        self._run_without_requests()
+
+    def _programs(self, shape: Shape) -> list[Callable[[], Lowered]]:
+        """Functions that lower the programs of a step.  They do not refer to this engine or to its cache."""
+        cache, last = jax.tree.map(_described, (self.cache, self.last))
+        lowers = [partial(self._layers.lower, self.model, cache, last, *self.batches(NOTHING, shape))]
+        if self.drafts is None:
+            rows = sum(shape)
+            logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=last.sharding)
+            lowers += [partial(sample.lower, logits, last, Choices.of({}, rows)) for sample in self._samplers]
+        return lowers
 
     @ends_engine
-    def _run_without_requests(self, inputs: Sequence[list[InputBatch]]) -> None:
-        for batches in inputs:
+    def _run_without_requests(self) -> None:
+        for shape in self.buckets.ready.copy():
+            batches = self.batches(NOTHING, shape)
             self.cache, found = self._layers(self.model, self.cache, self.last, *batches)
             self.warm_up_after(found)
 
     @ends_engine
     def warm_up_after(self, found) -> None:
         """Compiles the programs that follow the layers, given what these found without requests."""
-        for sample in (self._likeliest, self._draw) if self.drafts is None else ():
+        for sample in self._samplers if self.drafts is None else ():
             self._sample(sample, found, {})
         self.cache = self.block_manager.warm_up(self.cache)
 
@@ -307,12 +320,12 @@ class Engine(EngineBase):
         chunks = self._chunks()
         return Schedule(chunks, decoded) if chunks or decoded else None
 
-    def batches(self, schedule: Schedule, *, prefill: bool = False) -> list[InputBatch]:
-        """The inputs of a step: decode rows, after prefill rows if there are any or if `prefill` forces them."""
+    def batches(self, schedule: Schedule, shape: Shape) -> list[InputBatch]:
+        """The inputs of a step of this shape: decode rows, after prefill rows if it has any."""
         columns = 1 if self.drafts is None else 1 + self.drafts.num_speculative_tokens
-        batches = [self._batch(schedule.decode, self.max_requests, columns)]
-        if schedule.prefill or prefill:
-            batches = [self._batch(schedule.prefill, self.max_chunks, self.chunk), *batches]
+        batches = [self._batch(schedule.decode, shape.requests, columns)]
+        if shape.chunks:
+            batches = [self._batch(schedule.prefill, shape.chunks, self.chunk), *batches]
         return batches
 
     def _batch(self, spans: list[Span], count: int, columns: int) -> InputBatch:
@@ -320,16 +333,16 @@ class Engine(EngineBase):
         return batch if self.drafts is None else batch.drafted(spans, self.drafts.lookahead, self.block_size)
 
     @ends_engine
-    def launched(self, schedule: Schedule, found) -> None:
-        """Takes note of a step on these tokens, given the logits of its rows, from which it samples the next tokens.
+    def launched(self, schedule: Schedule, shape: Shape, found) -> None:
+        """Takes note of a step of these tokens, given the logits of its rows, from which it samples the next tokens.
 
         With drafts, given the tokens that have been sampled.
         """
-        first = len(jax.tree.leaves(found)[0]) - self.max_requests
-        rows = {**dict(enumerate(schedule.prefill)), **dict(enumerate(schedule.decode, first))}
+        rows = {**dict(enumerate(schedule.prefill)), **dict(enumerate(schedule.decode, shape.chunks))}
         if self.drafts is None:
             greedy = all(span.request.sampling.temperature == 0 for span in rows.values())
-            found = self._sample(self._likeliest if greedy else self._draw, found, rows)
+            likeliest, draw = self._samplers
+            found = self._sample(likeliest if greedy else draw, found, rows)
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
         self._launched.append((found, rows))
@@ -514,6 +527,11 @@ class Engine(EngineBase):
 
 def _rank(request: Request) -> tuple[int, int]:
     return request.rank
+
+
+def _described(array: jax.Array) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and place of an array, which may have been donated."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _replicated(sharding):

@@ -143,10 +143,10 @@ def test_where_a_replica_raises_all_end(monkeypatch):
     broken, healthy = served.engines
     release, steps = threading.Event(), []
 
-    def slow(spans, *, batches=healthy.batches):
+    def slow(schedule, shape, *, batches=healthy.batches):
         assert release.wait(20)
-        steps.append(spans)
-        return batches(spans)
+        steps.append(schedule)
+        return batches(schedule, shape)
 
     def failing(*, behind):
         release.set()

@@ -9,6 +9,7 @@ from jaxkv.models.sampling import Sampling
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.step_inputs import ON_DEVICE
+from serving.toy_engines import draw_ready
 from support import toy_model
 from support.cases import further
 from support.toy_model import prompt
@@ -46,8 +47,8 @@ def launched(monkeypatch):
     steps = []
     batches = Engine.batches
 
-    def recorded(self, spans):
-        steps.append(batches(self, spans))
+    def recorded(self, *args):
+        steps.append(batches(self, *args))
         return steps[-1]
 
     monkeypatch.setattr(Engine, "batches", recorded)
@@ -273,6 +274,7 @@ def test_random_walks_of_priorities_stops_and_cancellations(seed):
     served = engine(num_blocks=int(rng.integers(13, 24)), max_requests=3, max_chunks=2)
     requests, preempted = [], 0
     for _ in range(300):
+        draw_ready(served, rng)
         if len(served.waiting) < 4 and rng.random() < 0.3:
             tokens = (*prompt(32, seed=int(rng.integers(3)))[: rng.integers(1, 33)], *prompt(int(rng.integers(6))))
             stop = right(tokens, 12)[int(rng.integers(4, 12)) :][:1] if rng.random() < 0.5 else []

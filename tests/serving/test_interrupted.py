@@ -16,7 +16,7 @@ import jaxkv.serving
 from jaxkv import models
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import DiskPool, HostPool
-from jaxkv.serving import MTP, Engine, program
+from jaxkv.serving import MTP, Engine
 from support import toy_hybrid, toy_model
 from support.cases import slow
 from support.recorded import FOLDER
@@ -306,10 +306,10 @@ def test_any_call_that_can_fail_raises(kind, monkeypatch, tmp_path):
 def test_an_exception_in_the_warm_up(monkeypatch):
     """It ends the engine if programs run; before that, nothing has changed."""
     toy_model.install(monkeypatch)
-    served = Engine(Toy.model, num_blocks=7, block_size=4, max_requests=2, chunk=7, max_len=24)
+    served = Engine(Toy.model, num_blocks=7, block_size=4, max_requests=2, chunk=7, max_chunks=2, max_len=24)
     request = served.submit(prompt(9), max_tokens=3)
     with monkeypatch.context() as patch:
-        patch.setattr(program, "compile_all", interrupted)
+        patch.setattr(served.buckets, "compile", interrupted)
         with pytest.raises(KeyboardInterrupt):
             served.warm_up()
     list(served.run())

@@ -42,5 +42,11 @@ def serve(served, tokens, count=6):
     return served.prefix_stats.found - before
 
 
+def draw_ready(served, rng):
+    """Has the next steps run any of the programs that hold them, as if others were not compiled yet."""
+    buckets = served.buckets
+    buckets.ready = {*buckets.largest, *(shape for shape in buckets.shapes if rng.random() < 0.5)}
+
+
 def fail(*args, **kwargs):
     raise RuntimeError("injected")

@@ -1,0 +1,97 @@
+"""`Buckets`: the sizes of steps, for each of which a program is compiled ahead."""
+
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from jax.stages import Lowered
+
+_log = logging.getLogger("jaxkv")
+
+
+class Shape(NamedTuple):
+    """The rows of a step."""
+
+    chunks: int
+    """Rows for chunks of prompts, which come first; 0 in steps without chunks."""
+    requests: int
+    """Rows for the last tokens of requests whose prompts are complete."""
+
+
+class Buckets:
+    """The shapes of steps, and which of them have a compiled program.
+
+    A step without chunks has rows for 1, 2, 4, 8, ... or `max_requests` requests.  Beside chunks, whose tokens take
+    most of the time, fewer shapes are enough: every fourth of these numbers of requests, and every second of such
+    numbers of chunks, from the largest down.
+
+    Attributes:
+      shapes: all shapes, in the order in which they are needed: first the largest ones, which hold every step, then
+        those of few requests, because an engine begins with few.
+      ready: the shapes that steps may have.  Those of the largest are compiled when a step needs them, or by `compile`.
+      temporaries: bytes of temporary device memory of the program of each shape that `compile` has compiled.
+    """
+
+    def __init__(self, max_requests: int, max_chunks: int):
+        self.largest = Shape(max_chunks, max_requests), Shape(0, max_requests)
+        requests, chunks = _sizes(max_requests), _sizes(max_chunks)
+        found = {Shape(0, n) for n in requests} | {Shape(m, n) for m in chunks[::2] for n in requests[::4]}
+        others = sorted(found.difference(self.largest), key=lambda shape: (shape.requests, shape.chunks))
+        self.shapes = [*self.largest, *others]
+        self.ready = {*self.largest}
+        self.temporaries: dict[Shape, int] = {}
+
+    def smallest(self, chunks: int, requests: int) -> Shape:
+        """The smallest shape that is ready and has rows for so many chunks and requests."""
+        return min(shape for shape in self.ready.copy() if shape.chunks >= chunks and shape.requests >= requests)
+
+    def compile(self, programs: Mapping[Shape, Sequence[Callable[[], Lowered]]], *, wait: bool) -> None:
+        """Compiles the programs of all shapes in threads; a shape is ready when all its programs are compiled.
+
+        Returns when all are ready or, without `wait`, when the largest are; the others are compiled after that.  An
+        error or an interrupt is raised at once, without waiting for other programs.  Compilations that have begun then
+        go on in the background, because a compiler cannot be stopped.  So they do when these buckets are dropped.
+
+        Args:
+          programs: functions that lower the programs of each shape, the program of the layers first.
+          wait: whether to wait for all.
+        """
+        threads = ThreadPoolExecutor(thread_name_prefix="jaxkv-compile")
+        weakref.finalize(self, threads.shutdown, wait=False, cancel_futures=True)
+
+        def submit(shape: Shape) -> Future:
+            # The task does not refer to these buckets, so that they can be dropped.
+            return threads.submit(_compile, shape, programs[shape], self.ready, self.temporaries)
+
+        awaited = self.shapes if wait else self.shapes[: len(self.largest)]
+        try:
+            for task in [submit(shape) for shape in awaited]:
+                task.result()
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
+        for shape in self.shapes[len(awaited) :]:
+            submit(shape).add_done_callback(_warn)
+        threads.shutdown(wait=False)
+
+
+def _sizes(most: int) -> list[int]:
+    """`most`, and the powers of two below it, from the largest down."""
+    return [most, *(2**n for n in reversed(range((most - 1).bit_length())))]
+
+
+def _compile(
+    shape: Shape, programs: Iterable[Callable[[], Lowered]], ready: set[Shape], temporaries: dict[Shape, int]
+) -> None:
+    layers, *_ = [lower().compile() for lower in programs]
+    memory = layers.memory_analysis()
+    if memory is not None:
+        temporaries[shape] = memory.temp_size_in_bytes
+    ready.add(shape)
+
+
+def _warn(task: Future) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        _log.warning("a program was not compiled, so that steps run a larger one: %s", error)
