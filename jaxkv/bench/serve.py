@@ -226,7 +226,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = integer(1, MOST_REQUESTS)
     parser.add_argument("--max-requests", type=count, default=256, metavar="N", help="requests that run at once (256)")
     parser.add_argument("--chunk", type=positive, default=64, help="prompt tokens per chunk (64)")
-    parser.add_argument("--max-chunks", type=positive, default=10, metavar="N", help="chunks per step (10)")
+    budget = "tokens per step, at least one chunk more than --max-requests; default ten chunks more"
+    parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help=budget)
     blocks = "blocks in the cache, usually of 64 tokens; by default enough for the requests that run at once"
     parser.add_argument("--blocks", type=positive, metavar="N", help=blocks)
     many = "requests per load; default four times those that run at once"
@@ -244,25 +245,31 @@ def run(args: argparse.Namespace) -> int:
     """Prints the rates of the model, and one line per load."""
     lengths, described = _lengths(args), random_models.described_model(args)
     block_size = described.usual_block_size
+    budget = args.max_num_batched_tokens or args.max_requests + 10 * args.chunk
+    if budget < args.max_requests + args.chunk:
+        raise ValueError(
+            f"--max-num-batched-tokens is {budget}: expected at least {args.max_requests + args.chunk}, for "
+            f"--max-requests {args.max_requests} and a --chunk of {args.chunk}"
+        )
     tables = tables_of(described.layout(1), block_size)
 
     def held(tokens: float) -> int:
         """The most blocks of a request of `tokens` tokens."""
-        return sum(table.most_held(math.ceil(tokens), args.chunk * args.max_chunks) for table in tables)
+        return sum(table.most_held(math.ceil(tokens), budget) for table in tables)
 
     mean = float(np.mean(lengths.prompts + lengths.outputs))
     num_blocks = args.blocks or args.max_requests * held(ROOM * mean + block_size)
     num_blocks = max(num_blocks, held(lengths.longest))
     needed = random_models.Needed(
         num_blocks,
-        rows=args.max_requests + args.max_chunks,
-        tokens=args.max_requests + args.max_chunks * args.chunk,
+        rows=args.max_requests + budget // args.chunk,
+        tokens=args.max_requests + budget,
         other_blocks=Alone.num_blocks(described, lengths, args.max_requests),
     )
     model = random_models.random_model(args, described, needed)
     print(_about(model, lengths))
     alone = Alone(model, lengths, args.max_requests)
-    sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_chunks": args.max_chunks}
+    sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_num_batched_tokens": budget}
     engine = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
     notice("compiling")
     with ThreadPoolExecutor() as threads:

@@ -66,7 +66,7 @@ class Engine(EngineBase):
     the window of their table are released while the request runs, and can still be found by their content.  A state
     (`StateEntry`) is stored where a step ends.  So that this is the end of a block, where other requests can use the
     state, chunks end there too; and a step processes only one chunk of a request.  Choose `chunk` as long as a step may
-    take, and `max_chunks` as many as prompts should be prefilled together.
+    take then, and `max_num_batched_tokens` for as many chunks as prompts should be prefilled together.
 
     Args:
       model: from `jaxkv.models.load`.
@@ -76,9 +76,9 @@ class Engine(EngineBase):
       max_requests: requests that run at once.
       max_len: the most cached tokens of a request, rounded up to blocks; default the capacity of the cache or the
         model's `max_position_embeddings`, whichever is less.
-      chunk: prompt tokens per chunk.
-      max_chunks: chunks per step, of the same or of different prompts.  A step processes at most `max_requests +
-        max_chunks * chunk` tokens.
+      chunk: prompt tokens per row of a step.  A prompt takes as many rows as it needs; the last may be partly empty.
+      max_num_batched_tokens: tokens per step, those of empty parts of rows included.  Requests whose prompts are
+        complete come first, and prompts take what is left.  Default: eight chunks beside `max_requests` of them.
       offload: a pool that also stores the blocks, in host memory and, if it has a disk pool, on disk.  It must be made
         for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the engine.
       drafts: how the next tokens are drafted, so that a step may add several tokens to a request; default not at all.
@@ -99,7 +99,7 @@ class Engine(EngineBase):
         max_requests: int = 32,
         max_len: int | None = None,
         chunk: int = 64,
-        max_chunks: int = 8,
+        max_num_batched_tokens: int | None = None,
         offload: HostPool | None = None,
         drafts: MTP | None = None,
     ):
@@ -118,8 +118,17 @@ class Engine(EngineBase):
         self.block_size = block_size
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
-        self.max_chunks = positive_int("max_chunks", max_chunks)
-        self.buckets = Buckets(self.max_requests, self.max_chunks)
+        self._columns = 1 if drafts is None else 1 + drafts.num_speculative_tokens
+        """Tokens per row of a request whose prompt is complete: its last, and the drafts after it."""
+        decoded = self.max_requests * self._columns
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = decoded + 8 * chunk
+        self.max_num_batched_tokens = positive_int("max_num_batched_tokens", max_num_batched_tokens)
+        if max_num_batched_tokens < decoded + chunk:
+            raise ValueError(
+                f"`max_num_batched_tokens` is {max_num_batched_tokens}: expected at least {decoded + chunk}, for "
+                f"{decoded} tokens of `max_requests` {max_requests} and a `chunk` of {chunk}"
+            )
         tables = tables_of(layout, block_size, divided=model.parallel.divides_tokens)
         if num_blocks < len(tables):
             names = ", ".join(repr(table.name) for table in tables)
@@ -133,6 +142,8 @@ class Engine(EngineBase):
             drafts.check(model, tables)
         self._state_size = max((table.block_size for table in tables if table.states), default=0)
         """Tokens per block of states; 0 if there are none."""
+        chunks = max_num_batched_tokens // chunk
+        self.buckets = Buckets(max_requests, min(chunks, max_requests) if self._state_size else chunks)
         self._capacity = capacity(tables, num_blocks, self._step_tokens)
         """The most cached tokens of a request that has the cache for itself."""
         if max_len is None:
@@ -283,6 +294,7 @@ class Engine(EngineBase):
     def _programs(self, shape: Shape) -> list[Callable[[], Lowered]]:
         """Functions that lower the programs of a step.  They do not refer to this engine or to its cache."""
         cache, last = jax.tree.map(_described, (self.cache, self.last))
+        lowers: list[Callable[[], Lowered]]
         lowers = [partial(self._layers.lower, self.model, cache, last, *self.batches(NOTHING, shape))]
         if self.drafts is None:
             rows = sum(shape)
@@ -309,21 +321,26 @@ class Engine(EngineBase):
 
     @ends_engine
     def schedule(self) -> Schedule | None:
-        """The tokens that the next step processes, for which requests have blocks then; None if there are none."""
+        """The tokens that the next step processes, for which requests have blocks then; None if there are none.
+
+        Requests whose prompts are complete have all of theirs.  Prompts take what is left of the budget, in the order
+        of their requests, and others join until it is used up.
+        """
         for request in list(self.running):
             if request.place >= 0 and request.missing:
                 self._make_room(request, self._reach(request))
-        room = self.max_chunks - sum(map(self._chunks_of, self.running))
-        while room > 0 and (joined := self._admit()):
-            room -= self._chunks_of(joined)
-        decoded = [Span.last(request) for request in self.running if request.missing == 1]
-        chunks = self._chunks()
-        return Schedule(chunks, decoded) if chunks or decoded else None
+        left, spans = self.max_num_batched_tokens, dict[Request, list[Span]]()
+        for request in sorted(self.running, key=lambda request: request.missing > 1):
+            spans[request], left = self._spans(request, left)
+        while left >= self.chunk and (joined := self._admit()):  # others may leave, and even join again
+            spans[joined], left = self._spans(joined, left)
+        prefill = [span for request in self.running if request.missing > 1 for span in spans[request]]
+        decode = [span for request in self.running if request.missing == 1 for span in spans[request]]
+        return Schedule(prefill, decode) if prefill or decode else None
 
     def batches(self, schedule: Schedule, shape: Shape) -> list[InputBatch]:
         """The inputs of a step of this shape: decode rows, after prefill rows if it has any."""
-        columns = 1 if self.drafts is None else 1 + self.drafts.num_speculative_tokens
-        batches = [self._batch(schedule.decode, shape.requests, columns)]
+        batches = [self._batch(schedule.decode, shape.requests, self._columns)]
         if shape.chunks:
             batches = [self._batch(schedule.prefill, shape.chunks, self.chunk), *batches]
         return batches
@@ -364,26 +381,20 @@ class Engine(EngineBase):
         self.last, drawn = sample(logits, self.last, Choices.of(rows, len(logits)))
         return drawn
 
-    def _chunks(self) -> list[Span]:
-        """The next chunks of prompts."""
-        chunks = []
-        for request in self.running:
-            if request.missing > 1:
-                starts = range(request.cached, self._end(request), self.chunk)
-                chunks += [
-                    Span.of(request, start, min(self.chunk, self._end(request) - start))
-                    for start in starts[: self.max_chunks - len(chunks)]
-                ]
-        return chunks
-
-    def _chunks_of(self, request: Request) -> int:
-        """The number of chunks of a request in the next step, if it has them all; 0 if that decodes the request."""
-        return -(-(self._end(request) - request.cached) // self.chunk) if request.missing > 1 else 0
+    def _spans(self, request: Request, left: int) -> tuple[list[Span], int]:
+        """What the next step processes of a request within a budget of `left` tokens, and what remains of that."""
+        if request.missing > 1:
+            width, end = self.chunk, min(self._end(request), request.cached + left // self.chunk * self.chunk)
+            starts = range(request.cached, end, width)
+            spans = [Span.of(request, start, min(width, end - start)) for start in starts]
+        else:
+            width, spans = self._columns, [Span.last(request)] * request.missing
+        return spans, left - len(spans) * width
 
     @property
     def _step_tokens(self) -> int:
         """The most tokens of a request that a step processes."""
-        return self.chunk if self._state_size else self.max_chunks * self.chunk
+        return self.chunk if self._state_size else self.max_num_batched_tokens // self.chunk * self.chunk
 
     def _end(self, request: Request, start: int | None = None) -> int:
         """Where the next step of a request ends at most: it has `start` cached tokens, by default as many as now."""

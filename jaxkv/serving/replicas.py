@@ -16,7 +16,7 @@ from jaxkv.models.parallel.base import OneDevice
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.parallel.expert import DataExpertParallel
 from jaxkv.serving.base import EngineBase, ends_engine
-from jaxkv.serving.buckets import Buckets, Shape
+from jaxkv.serving.buckets import Shape
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import Request
 from jaxkv.serving.step_inputs import NOTHING, Schedule
@@ -144,7 +144,7 @@ class Lockstep:
             )
         self._engines = engines
         self._model = model
-        self._buckets = Buckets(engines[0].max_requests, engines[0].max_chunks)
+        self._buckets = engines[0].buckets
         self._sharding = NamedSharding(mesh, PartitionSpec(axis))
         self._layers = jax.jit(_layers, static_argnames="program", donate_argnames="cache")
 

@@ -14,7 +14,7 @@ from serving.toy_engines import engine
 from support import toy_model
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
-SIZES = ["--max-requests", "2", "--requests", "8", "--chunk", "16", "--max-chunks", "2"]
+SIZES = ["--max-requests", "2", "--requests", "8", "--chunk", "16", "--max-num-batched-tokens", "34"]
 
 
 def test_drawn_lengths_have_their_means_and_an_end():
@@ -122,7 +122,7 @@ def test_models_with_several_tables(family, capsys, monkeypatch):
 def test_requests_that_never_saturate_the_engine_are_rejected(monkeypatch):
     monkeypatch.setattr(step, "LEAST_SECONDS", 0.01)
     # The third request starts when the first two have ended, which is the last time that one waits.
-    sizes = ["--max-requests", "2", "--requests", "3", "--chunk", "16", "--max-chunks", "2"]
+    sizes = ["--max-requests", "2", "--requests", "3", "--chunk", "16", "--max-num-batched-tokens", "34"]
     with pytest.raises(SystemExit, match="jaxkv bench serve: no tokens were timed while some of"):
         main(["bench", "serve", str(MODELS / "youtu"), *sizes, "--prompt", "8", "--output", "1"])
 
@@ -132,6 +132,7 @@ def test_requests_that_never_saturate_the_engine_are_rejected(monkeypatch):
     [
         (["nowhere/config.json"], "`path` is 'nowhere/config.json'"),
         ([str(MODELS / "youtu"), "--requests", "256"], "--requests is 256: expected more than --max-requests 256"),
+        ([str(MODELS / "youtu"), "--max-num-batched-tokens", "319"], "expected at least 320, for --max-requests 256"),
         ([str(MODELS / "youtu"), "--lengths", "/nowhere"], "/nowhere"),
         ([str(MODELS / "youtu"), "--blocks", "33000000"], "do not fit in memory"),
         ([str(MODELS / "youtu"), *SIZES, "--prompt", "2147483647", "--output", "2147483647"], "slots are int32"),

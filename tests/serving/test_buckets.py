@@ -58,7 +58,7 @@ def test_the_largest_are_compiled_first_and_the_others_in_the_background(caplog)
 
 @pytest.mark.usefixtures("toy")
 def test_a_step_runs_the_smallest_program(monkeypatch):
-    served, rows = engine(max_requests=3, max_chunks=2), []
+    served, rows = engine(max_requests=3, max_num_batched_tokens=17), []
     launched = served.launched
     monkeypatch.setattr(served, "launched", lambda *args: rows.append(args[1]) or launched(*args))
     served.buckets.ready.update(served.buckets.shapes)

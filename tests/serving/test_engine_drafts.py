@@ -17,7 +17,7 @@ from support.cases import further, slow
 from support.recorded import recorded
 
 BLOCK = 16
-SIZES = dict(num_blocks=7, block_size=BLOCK, max_requests=2, chunk=16, max_chunks=2, max_len=96)
+SIZES = dict(num_blocks=7, block_size=BLOCK, max_requests=2, chunk=16, max_num_batched_tokens=38, max_len=96)
 """The same for all engines, so that they are compiled once."""
 
 

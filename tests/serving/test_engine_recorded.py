@@ -46,7 +46,7 @@ def one_trace(monkeypatch):
 def test_twenty_requests_come_and_go(family, one_trace):
     # Requests of one prompt come in pairs and share it.  17 blocks of 16 tokens, which the longest request takes:
     # some wait, and some are computed again.
-    served = Engine(model(family), num_blocks=17, block_size=16, max_requests=4, chunk=64, max_chunks=3)
+    served = Engine(model(family), num_blocks=17, block_size=16, max_requests=4, chunk=64, max_num_batched_tokens=196)
     rng, requests, sent_back, shared = np.random.default_rng(0), [], set(), 0
     while len(requests) < 20 or served.running or served.waiting:
         if len(requests) < 20 and rng.random() < 0.4:
@@ -88,7 +88,7 @@ def test_strict_programs_may_run_the_engine(family):
     strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
     with strict[0], strict[1], jax.enable_x64(True), jax.debug_nans(True):
         loaded = models.load(FOLDER / family)
-        served = Engine(loaded, num_blocks=40, max_requests=2, chunk=64, max_chunks=1)
+        served = Engine(loaded, num_blocks=40, max_requests=2, chunk=64, max_num_batched_tokens=66)
         requests = [served.submit(prompt, max_tokens=2, sampling=models.Sampling(t)) for t in (0.0, 0.7)]
         list(served.run())
         assert models.fingerprint(loaded) == models.fingerprint(model(family))

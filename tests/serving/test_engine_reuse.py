@@ -265,7 +265,7 @@ def compiled():
 
 def test_after_the_warm_up_nothing_is_compiled(compiled, monkeypatch):
     monkeypatch.setattr(toy_model, "ROOM", 65)  # no other test has compiled for this size
-    served = engine(num_blocks=15, max_requests=2, max_chunks=2, offload=host_pool())
+    served = engine(num_blocks=15, max_requests=2, max_num_batched_tokens=16, offload=host_pool())
     served.warm_up()
     assert {"jit(run_layers)", "jit(read_blocks)", "jit(write_blocks)"} <= set(compiled)
     compiled.clear()

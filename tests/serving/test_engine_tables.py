@@ -38,7 +38,7 @@ def model(layers=ALL, **config):
 
 
 def engine(layers=ALL, num_blocks=40, **options):
-    defaults = {"block_size": BLOCK, "max_requests": 3, "chunk": 8, "max_chunks": 3, "max_len": 64}
+    defaults = {"block_size": BLOCK, "max_requests": 3, "chunk": 8, "max_num_batched_tokens": 27, "max_len": 64}
     return Engine(model(layers), num_blocks=num_blocks, **{**defaults, **options})
 
 
@@ -300,7 +300,9 @@ def test_sampled_tokens_do_not_depend_on_the_batch():
 
 
 def test_after_the_warm_up_nothing_is_compiled():
-    served = engine(num_blocks=39, max_requests=1, max_chunks=1, offload=HostPool(model().layout(1, BLOCK), 64))
+    served = engine(
+        num_blocks=39, max_requests=1, max_num_batched_tokens=9, offload=HostPool(model().layout(1, BLOCK), 64)
+    )
     served.warm_up()
     names = []
 
