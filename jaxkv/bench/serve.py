@@ -3,7 +3,8 @@
 The weights are random, which does not change the times.  First, prefill and decode are timed alone, and then requests
 that all arrive at once.  The output tokens per second while requests wait are the saturation; they are compared with
 what the rates of prefill and decode allow.  Finally, requests arrive at random (a Poisson process), at fractions of the
-rate at which saturation serves them.
+rate at which saturation serves them.  Of the mean step at each load, the part is shown in which the host is busy.  If
+that is nearly all of it, the device waits for the host.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import numpy as np
 
 from jaxkv.bench import random_models, step
 from jaxkv.models import Model
-from jaxkv.serving import Engine, Request
+from jaxkv.serving import Engine, HostTime, Request
 from jaxkv.serving.table import tables_of
 from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import counted, size
@@ -166,6 +167,8 @@ class Served:
     """The time of each token of each request."""
     saturated: tuple[float, float]
     """From when as many requests had ended as may run at once, until none waited any more."""
+    host: HostTime
+    """The time of the engine's steps."""
 
     def throughput(self, start: float, end: float) -> float:
         """Output tokens per second between two times; 0 if the second is not later."""
@@ -199,6 +202,7 @@ def serve(engine: Engine, lengths: Lengths, arrivals: np.ndarray, *, seed: int =
     prompts = [rng.integers(0, vocabulary, count).tolist() for count in lengths.prompts]
     numbers: dict[Request, int] = {}
     tokens: list[list[float]] = [[] for _ in prompts]
+    engine.host_time = HostTime()
     first, last, start = math.inf, 0.0, time.perf_counter()
     while len(numbers) < len(prompts) or engine.waiting or engine.running:
         now = time.perf_counter() - start
@@ -217,7 +221,7 @@ def serve(engine: Engine, lengths: Lengths, arrivals: np.ndarray, *, seed: int =
             first = min(first, now)
     if any(request.finish_reason != "length" for request in numbers):
         raise RuntimeError("the logits of a request are NaN, so that it ended early")
-    return Served(arrivals, tokens, (first, last))
+    return Served(arrivals, tokens, (first, last), engine.host_time)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -274,6 +278,8 @@ def run(args: argparse.Namespace) -> int:
     notice("compiling")
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda compile: compile(), (engine.warm_up, alone.compile)))
+    temporaries = engine.buckets.temporaries
+    print(f"steps take up to {size(max(temporaries.values(), default=0))} of temporary memory")
     rates = alone.measure()
     allowed = rates.allowed(lengths)
     print(f"alone: prefill {rates.prefill:,.0f} tokens/s, decode {rates.decode:,.0f} tokens/s")
@@ -282,6 +288,7 @@ def run(args: argparse.Namespace) -> int:
     about: dict[str, Any] = {
         **random_models.described(args, model),
         "engine": {"num_blocks": num_blocks, **sizes},
+        "programs": [{**shape._asdict(), "temporary_bytes": nbytes} for shape, nbytes in sorted(temporaries.items())],
         "requests": {
             "count": count,
             "prompt_tokens": float(lengths.prompts.mean()),
@@ -302,10 +309,17 @@ def run(args: argparse.Namespace) -> int:
         "output_tokens_per_s": saturation,
         "fraction": saturation / allowed,
         "between_tokens_ms": percentiles(served.between),
+        **_steps(served),
     }
     _record(args.json, about)
     print(f"saturation: {saturation:,.0f} output tokens/s, {saturation / allowed:.0%} of what is allowed")
-    print("load  requests/s  output tokens/s  first token, ms: median, p99  between tokens, ms: median, p99")
+    print(
+        f"steps take {served.host.step_ms:.2f} ms on average; the host is busy for {served.host.busy_ms:.2f} ms of it"
+    )
+    print(
+        "load  requests/s  output tokens/s  first token, ms: median, p99  between tokens, ms: median, p99  "
+        "step, ms: all, host"
+    )
     about["loads"] = []
     for load in args.loads:
         rate = load * saturation / float(lengths.outputs.mean())
@@ -362,12 +376,18 @@ def _summary(load: float, rate: float, served: Served) -> dict[str, Any]:
         "seconds": end,
         "first_token_ms": percentiles(served.first),
         "between_tokens_ms": percentiles(served.between),
+        **_steps(served),
     }
+
+
+def _steps(served: Served) -> dict[str, float]:
+    return {"step_ms": served.host.step_ms, "host_busy_ms": served.host.busy_ms}
 
 
 def _line(found: dict[str, Any]) -> str:
     first, between = found["first_token_ms"], found["between_tokens_ms"]
     return (
         f"{found['load']:<4g}{found['requests_per_s']:>12.1f}{found['output_tokens_per_s']:>17,.0f}"
-        f"{first['median']:>23.1f}, {first['p99']:.1f}{between['median']:>26.2f}, {between['p99']:.2f}"
+        f"{first['median']:>23.1f}, {first['p99']:.1f}{between['median']:>26.2f}, {between['p99']:<8.2f}"
+        f"{found['step_ms']:>14.2f}, {found['host_busy_ms']:.2f}"
     )

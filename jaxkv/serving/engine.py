@@ -1,9 +1,11 @@
 """Continuous batching: requests join and leave while few compiled programs run, without waiting for the host."""
 
 import operator
+import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, override
 
@@ -34,6 +36,29 @@ from jaxkv.serving.tiers import Tiers
 from jaxkv_kernels.addressing import one_array
 
 GREEDY = Sampling()
+
+
+@dataclass
+class HostTime:
+    """How the host spends the time of steps."""
+
+    steps: int = 0
+    """Calls of `step`, and those that `run` makes."""
+    seconds: float = 0.0
+    """The time of these calls."""
+    waited: float = 0.0
+    """The part of it in which the host waited for tokens from the device."""
+
+    @property
+    def busy_ms(self) -> float:
+        """Milliseconds per step in which the host schedules, launches and reads.  The device works meanwhile, unless
+        this takes longer than its step."""
+        return 1e3 * (self.seconds - self.waited) / max(self.steps, 1)
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds per step."""
+        return 1e3 * self.seconds / max(self.steps, 1)
 
 
 class Engine(EngineBase):
@@ -115,6 +140,7 @@ class Engine(EngineBase):
         self.tiers = Tiers(offload)
         self.tiers.check(self.cache, layout)
         self.prefix_stats = PrefixCacheStats()
+        self.host_time = HostTime()
         self.block_size = block_size
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
@@ -261,11 +287,14 @@ class Engine(EngineBase):
     @override
     def _step(self):
         # Launches a step, and reads the previous one.
+        start = time.perf_counter()
         if schedule := self.schedule():
             shape = self.buckets.smallest(*schedule.rows)
             self.cache, found = self._layers(self.model, self.cache, self.last, *self.batches(schedule, shape))
             self.launched(schedule, shape, found)
         self.read(behind=schedule is not None)
+        self.host_time.steps += 1
+        self.host_time.seconds += time.perf_counter() - start
 
     @override
     def _release(self, error):
@@ -329,13 +358,13 @@ class Engine(EngineBase):
         for request in list(self.running):
             if request.place >= 0 and request.missing:
                 self._make_room(request, self._reach(request))
-        left, spans = self.max_num_batched_tokens, dict[Request, list[Span]]()
+        left, parts = self.max_num_batched_tokens, dict[Request, Schedule]()
         for request in sorted(self.running, key=lambda request: request.missing > 1):
-            spans[request], left = self._spans(request, left)
+            parts[request], left = self._part(request, left)
         while left >= self.chunk and (joined := self._admit()):  # others may leave, and even join again
-            spans[joined], left = self._spans(joined, left)
-        prefill = [span for request in self.running if request.missing > 1 for span in spans[request]]
-        decode = [span for request in self.running if request.missing == 1 for span in spans[request]]
+            parts[joined], left = self._part(joined, left)
+        prefill = [span for request in self.running for span in parts[request].prefill]
+        decode = [span for request in self.running for span in parts[request].decode]
         return Schedule(prefill, decode) if prefill or decode else None
 
     def batches(self, schedule: Schedule, shape: Shape) -> list[InputBatch]:
@@ -381,15 +410,16 @@ class Engine(EngineBase):
         self.last, drawn = sample(logits, self.last, Choices.of(rows, len(logits)))
         return drawn
 
-    def _spans(self, request: Request, left: int) -> tuple[list[Span], int]:
+    def _part(self, request: Request, left: int) -> tuple[Schedule, int]:
         """What the next step processes of a request within a budget of `left` tokens, and what remains of that."""
-        if request.missing > 1:
-            width, end = self.chunk, min(self._end(request), request.cached + left // self.chunk * self.chunk)
-            starts = range(request.cached, end, width)
-            spans = [Span.of(request, start, min(width, end - start)) for start in starts]
-        else:
-            width, spans = self._columns, [Span.last(request)] * request.missing
-        return spans, left - len(spans) * width
+        missing = request.missing
+        if missing == 0:
+            return NOTHING, left
+        if missing == 1:
+            return Schedule([], [Span.last(request)]), left - self._columns
+        start, end = request.cached, min(self._end(request), request.cached + left // self.chunk * self.chunk)
+        chunks = [Span.of(request, first, min(self.chunk, end - first)) for first in range(start, end, self.chunk)]
+        return Schedule(chunks, []), left - len(chunks) * self.chunk
 
     @property
     def _step_tokens(self) -> int:
@@ -414,7 +444,9 @@ class Engine(EngineBase):
     def _read(self) -> None:
         """Waits for the oldest launched step and appends its tokens to their requests."""
         found, spans = self._launched.popleft()
+        start = time.perf_counter()
         found = jax.tree.map(lambda array: np.asarray(array).tolist(), found)
+        self.host_time.waited += time.perf_counter() - start
         for row, span in spans.items():
             request = span.request
             if request.finish_reason:
