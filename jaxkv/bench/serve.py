@@ -267,7 +267,7 @@ def run(args: argparse.Namespace) -> int:
     needed = random_models.Needed(
         num_blocks,
         rows=args.max_requests + budget // args.chunk,
-        tokens=args.max_requests + budget,
+        tokens=budget,
         other_blocks=Alone.num_blocks(described, lengths, args.max_requests),
     )
     model = random_models.random_model(args, described, needed)

@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 from jax.stages import Lowered
 
+from jaxkv.serving.step_inputs import Schedule
+
 _log = logging.getLogger("jaxkv")
 
 
@@ -24,8 +26,15 @@ class Buckets:
     """The shapes of steps, and which of them have a compiled program.
 
     A step without chunks has rows for 1, 2, 4, 8, ... or `max_requests` requests.  Beside chunks, whose tokens take
-    most of the time, fewer shapes are enough: every fourth of these numbers of requests, and every second of such
-    numbers of chunks, from the largest down.
+    most of the time, every fourth of these numbers is enough, from the largest down.  Beside each, a step has rows for
+    1, 2, 4, 8, ... chunks, or for as many as the budget of tokens allows.
+
+    Args:
+      max_requests: the most rows of requests.
+      budget: the most tokens of a step.
+      columns: tokens per row of a request.
+      chunk: tokens per row of a chunk.
+      max_chunks: the most rows of chunks, beside the budget.
 
     Attributes:
       shapes: all shapes, in the order in which they are needed: first the largest ones, which hold every step, then
@@ -34,17 +43,33 @@ class Buckets:
       temporaries: bytes of temporary device memory of the program of each shape that `compile` has compiled.
     """
 
-    def __init__(self, max_requests: int, max_chunks: int):
-        self.largest = Shape(max_chunks, max_requests), Shape(0, max_requests)
-        requests, chunks = _sizes(max_requests), _sizes(max_chunks)
-        found = {Shape(0, n) for n in requests} | {Shape(m, n) for m in chunks[::2] for n in requests[::4]}
+    def __init__(self, max_requests: int, *, budget: int, columns: int, chunk: int, max_chunks: int | None = None):
+        def chunks(requests: int) -> list[int]:
+            most = (budget - requests * columns) // chunk
+            return _sizes(most if max_chunks is None else min(most, max_chunks))
+
+        sizes = _sizes(max_requests)
+        self.largest = Shape(chunks(max_requests)[0], max_requests), Shape(0, max_requests)
+        found = {Shape(0, n) for n in sizes} | {Shape(m, n) for n in sizes[::4] for m in chunks(n)}
         others = sorted(found.difference(self.largest), key=lambda shape: (shape.requests, shape.chunks))
         self.shapes = [*self.largest, *others]
         self.ready = {*self.largest}
         self.temporaries: dict[Shape, int] = {}
 
-    def smallest(self, chunks: int, requests: int) -> Shape:
-        """The smallest shape that is ready and has rows for so many chunks and requests."""
+    def most_chunks(self, requests: int) -> int:
+        """The most chunks of a step that also has so many requests: one or more."""
+        return max(shape.chunks for shape in self.ready.copy() if shape.requests >= requests)
+
+    def fit(self, *schedules: Schedule) -> Shape:
+        """The smallest shape that is ready for each of these steps.
+
+        Of chunks that do not fit beside the requests, the last are left to a later step.
+        """
+        requests = max(len(schedule.decode) for schedule in schedules)
+        most = self.most_chunks(requests)
+        for schedule in schedules:
+            del schedule.prefill[most:]
+        chunks = max(len(schedule.prefill) for schedule in schedules)
         return min(shape for shape in self.ready.copy() if shape.chunks >= chunks and shape.requests >= requests)
 
     def compile(self, programs: Mapping[Shape, Sequence[Callable[[], Lowered]]], *, wait: bool) -> None:

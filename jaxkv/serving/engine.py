@@ -102,8 +102,8 @@ class Engine(EngineBase):
       max_len: the most cached tokens of a request, rounded up to blocks; default the capacity of the cache or the
         model's `max_position_embeddings`, whichever is less.
       chunk: prompt tokens per row of a step.  A prompt takes as many rows as it needs; the last may be partly empty.
-      max_num_batched_tokens: tokens per step, those of empty parts of rows included.  Requests whose prompts are
-        complete come first, and prompts take what is left.  Default: eight chunks beside `max_requests` of them.
+      max_num_batched_tokens: tokens per step, padding included.  Requests whose prompts are complete come first, and
+        prompts take what is left.  Default: eight chunks beside `max_requests` requests.
       offload: a pool that also stores the blocks, in host memory and, if it has a disk pool, on disk.  It must be made
         for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the engine.
       drafts: how the next tokens are drafted, so that a step may add several tokens to a request; default not at all.
@@ -146,11 +146,10 @@ class Engine(EngineBase):
         self.chunk = positive_int("chunk", chunk)
         self._columns = 1 if drafts is None else 1 + drafts.num_speculative_tokens
         """Tokens per row of a request whose prompt is complete: its last, and the drafts after it."""
-        decoded = self.max_requests * self._columns
+        decoded = max_requests * self._columns
         if max_num_batched_tokens is None:
             max_num_batched_tokens = decoded + 8 * chunk
-        self.max_num_batched_tokens = positive_int("max_num_batched_tokens", max_num_batched_tokens)
-        if max_num_batched_tokens < decoded + chunk:
+        if positive_int("max_num_batched_tokens", max_num_batched_tokens) < decoded + chunk:
             raise ValueError(
                 f"`max_num_batched_tokens` is {max_num_batched_tokens}: expected at least {decoded + chunk}, for "
                 f"{decoded} tokens of `max_requests` {max_requests} and a `chunk` of {chunk}"
@@ -168,8 +167,13 @@ class Engine(EngineBase):
             drafts.check(model, tables)
         self._state_size = max((table.block_size for table in tables if table.states), default=0)
         """Tokens per block of states; 0 if there are none."""
-        chunks = max_num_batched_tokens // chunk
-        self.buckets = Buckets(max_requests, min(chunks, max_requests) if self._state_size else chunks)
+        self.buckets = Buckets(
+            max_requests,
+            budget=max_num_batched_tokens,
+            columns=self._columns,
+            chunk=chunk,
+            max_chunks=max_requests if self._state_size else None,
+        )
         self._capacity = capacity(tables, num_blocks, self._step_tokens)
         """The most cached tokens of a request that has the cache for itself."""
         if max_len is None:
@@ -289,7 +293,7 @@ class Engine(EngineBase):
         # Launches a step, and reads the previous one.
         start = time.perf_counter()
         if schedule := self.schedule():
-            shape = self.buckets.smallest(*schedule.rows)
+            shape = self.buckets.fit(schedule)
             self.cache, found = self._layers(self.model, self.cache, self.last, *self.batches(schedule, shape))
             self.launched(schedule, shape, found)
         self.read(behind=schedule is not None)
@@ -353,16 +357,20 @@ class Engine(EngineBase):
         """The tokens that the next step processes, for which requests have blocks then; None if there are none.
 
         Requests whose prompts are complete have all of theirs.  Prompts take what is left of the budget, in the order
-        of their requests, and others join until it is used up.
+        of their requests, and others join until it is used up.  `Buckets.fit` leaves chunks to a later step if requests
+        have joined whose prompts were found whole, so that too few rows are left.
         """
         for request in list(self.running):
             if request.place >= 0 and request.missing:
                 self._make_room(request, self._reach(request))
-        left, parts = self.max_num_batched_tokens, dict[Request, Schedule]()
-        for request in sorted(self.running, key=lambda request: request.missing > 1):
-            parts[request], left = self._part(request, left)
-        while left >= self.chunk and (joined := self._admit()):  # others may leave, and even join again
-            parts[joined], left = self._part(joined, left)
+        left = self.buckets.most_chunks(sum(request.missing == 1 for request in self.running))
+        parts = dict[Request, Schedule]()
+        for request in self.running:
+            parts[request] = self._part(request, left)
+            left -= len(parts[request].prefill)
+        while left > 0 and (joined := self._admit()):  # others may leave, and even join again
+            parts[joined] = self._part(joined, left)
+            left -= len(parts[joined].prefill)
         prefill = [span for request in self.running for span in parts[request].prefill]
         decode = [span for request in self.running for span in parts[request].decode]
         return Schedule(prefill, decode) if prefill or decode else None
@@ -410,21 +418,21 @@ class Engine(EngineBase):
         self.last, drawn = sample(logits, self.last, Choices.of(rows, len(logits)))
         return drawn
 
-    def _part(self, request: Request, left: int) -> tuple[Schedule, int]:
-        """What the next step processes of a request within a budget of `left` tokens, and what remains of that."""
+    def _part(self, request: Request, most: int) -> Schedule:
+        """What the next step processes of a request: its last token, or at most so many chunks."""
         missing = request.missing
         if missing == 0:
-            return NOTHING, left
+            return NOTHING
         if missing == 1:
-            return Schedule([], [Span.last(request)]), left - self._columns
-        start, end = request.cached, min(self._end(request), request.cached + left // self.chunk * self.chunk)
-        chunks = [Span.of(request, first, min(self.chunk, end - first)) for first in range(start, end, self.chunk)]
-        return Schedule(chunks, []), left - len(chunks) * self.chunk
+            return Schedule([], [Span.last(request)])
+        end = self._end(request)
+        starts = range(request.cached, end, self.chunk)[:most]
+        return Schedule([Span.of(request, start, min(self.chunk, end - start)) for start in starts], [])
 
     @property
     def _step_tokens(self) -> int:
         """The most tokens of a request that a step processes."""
-        return self.chunk if self._state_size else self.max_num_batched_tokens // self.chunk * self.chunk
+        return self.chunk if self._state_size else self.chunk * max(shape.chunks for shape in self.buckets.shapes)
 
     def _end(self, request: Request, start: int | None = None) -> int:
         """Where the next step of a request ends at most: it has `start` cached tokens, by default as many as now."""

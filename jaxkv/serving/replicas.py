@@ -152,8 +152,7 @@ class Lockstep:
         """Launches a step of all engines; returns the new tokens of the previous steps with their requests."""
         schedules = [engine.schedule() for engine in self._engines]
         if any(schedules):
-            rows = [(schedule or NOTHING).rows for schedule in schedules]
-            shape = self._buckets.smallest(*map(max, zip(*rows, strict=True)))
+            shape = self._buckets.fit(*filter(None, schedules))
             found = self._run(schedules, shape)
             for engine, schedule, mine in zip(self._engines, schedules, found, strict=True):
                 if schedule is not None:

@@ -44,11 +44,6 @@ class Schedule(NamedTuple):
     decode: list[Span]
     """The last tokens of requests whose prompts are complete, with their drafts."""
 
-    @property
-    def rows(self) -> tuple[int, int]:
-        """The number of rows that it needs: for chunks, and for requests whose prompts are complete."""
-        return len(self.prefill), len(self.decode)
-
 
 NOTHING = Schedule([], [])
 

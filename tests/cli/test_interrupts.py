@@ -59,7 +59,7 @@ def press_ctrl_c():
 
 
 def compile_two(compiler):
-    buckets = Buckets(1, 1)
+    buckets = Buckets(1, budget=2, columns=1, chunk=1)
     lowered = SimpleNamespace(compile=compiler)
     buckets.compile({shape: [lambda: lowered] for shape in buckets.shapes}, wait=True)
 

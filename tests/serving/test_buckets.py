@@ -6,26 +6,56 @@ from types import SimpleNamespace
 import pytest
 
 from jaxkv.serving.buckets import Buckets, Shape
+from jaxkv.serving.step_inputs import Schedule
 from serving.toy_engines import engine, right
 from support.toy_model import prompt
 
 
+def buckets_of(max_requests, max_chunks):
+    return Buckets(max_requests, budget=max_requests + 8 * max_chunks, columns=1, chunk=8)
+
+
+def shapes(chunks, requests):
+    return {Shape(m, n) for m in chunks for n in requests}
+
+
 def test_there_are_few_sizes_up_to_the_largest():
-    buckets = Buckets(max_requests=48, max_chunks=10)
-    decoding = [1, 2, 4, 8, 16, 32]
-    beside_chunks = [Shape(m, n) for n in (4, 48) for m in (1, 4, 10)]
-    assert buckets.shapes[:2] == [Shape(10, 48), Shape(0, 48)]
-    assert sorted(buckets.shapes[2:]) == sorted([*[Shape(0, n) for n in decoding], *beside_chunks[:-1]])
-    assert [shape.requests for shape in buckets.shapes[2:]] == sorted(shape.requests for shape in buckets.shapes[2:])
-    assert Buckets(1, 1).shapes == [Shape(1, 1), Shape(0, 1)]
+    buckets = Buckets(48, budget=48 * 3 + 80, columns=3, chunk=8)
+    first, *others = buckets.shapes
+    assert first == (10, 48)
+    assert others[0] == (0, 48)
+    beside_few = shapes([26, 16, 8, 4, 2, 1], [4])
+    assert {*buckets.shapes} == shapes([0], [1, 2, 4, 8, 16, 32, 48]) | shapes([10, 8, 4, 2, 1], [48]) | beside_few
+    assert others[1:] == sorted(others[1:], key=lambda shape: shape[::-1])
+    for shape in buckets.shapes:
+        assert 8 * shape.chunks + 3 * shape.requests <= 48 * 3 + 80
+    assert buckets_of(1, 1).shapes == [(1, 1), (0, 1)]
+    assert Buckets(2, budget=99, columns=1, chunk=8, max_chunks=2).largest[0] == (2, 2)
+
+
+def needs(chunks, requests):
+    return Schedule([None] * chunks, [None] * requests)
 
 
 def test_the_next_larger_program_serves_while_one_is_missing():
-    buckets = Buckets(8, 4)
-    assert (buckets.smallest(0, 3), buckets.smallest(1, 3)) == (Shape(0, 8), Shape(4, 8))
+    buckets = buckets_of(8, 4)
+    assert (buckets.fit(needs(0, 3)), buckets.fit(needs(1, 3))) == ((0, 8), (4, 8))
     buckets.ready |= {Shape(0, 2), Shape(1, 8)}
-    assert [buckets.smallest(0, n) for n in (1, 2, 3)] == [Shape(0, 2), Shape(0, 2), Shape(0, 8)]
-    assert [buckets.smallest(m, 3) for m in (1, 2)] == [Shape(1, 8), Shape(4, 8)]
+    assert [buckets.fit(needs(0, n)) for n in (1, 2, 3)] == [(0, 2), (0, 2), (0, 8)]
+    assert [buckets.fit(needs(m, 3)) for m in (1, 2)] == [(1, 8), (4, 8)]
+
+
+def test_one_program_holds_the_steps_of_several_engines():
+    """A budget of 24 tokens allows two chunks beside 1 request, and one beside 2 to 16."""
+    buckets = Buckets(16, budget=24, columns=1, chunk=8)
+    assert [buckets.most_chunks(n) for n in (0, 1, 2, 16)] == [1, 1, 1, 1]  # the largest is ready, and no other
+    buckets.ready.update(buckets.shapes)
+    assert [buckets.most_chunks(n) for n in (0, 1, 2, 16)] == [2, 2, 1, 1]
+    few, many = needs(2, 1), needs(1, 3)
+    assert buckets.fit(few) == (2, 1)
+    assert len(few.prefill) == 2
+    assert buckets.fit(few, many) == (1, 16)
+    assert (len(few.prefill), len(many.prefill)) == (1, 1)  # the other chunk is left to the next step
 
 
 def program(compile):
@@ -34,7 +64,7 @@ def program(compile):
 
 def test_the_largest_are_compiled_first_and_the_others_in_the_background(caplog):
     """A program that cannot be compiled is reported, and a larger one serves."""
-    buckets, go = Buckets(2, 1), threading.Event()
+    buckets, go = buckets_of(2, 1), threading.Event()
     compiled = SimpleNamespace(memory_analysis=lambda: SimpleNamespace(temp_size_in_bytes=7))
     programs = {shape: program(lambda: compiled) for shape in buckets.shapes}
 
@@ -51,7 +81,7 @@ def test_the_largest_are_compiled_first_and_the_others_in_the_background(caplog)
         if thread.name.startswith("jaxkv-compile"):
             thread.join(20)
     assert "a program was not compiled, so that steps run a larger one: out of memory" in caplog.text
-    assert buckets.smallest(0, 1) == Shape(0, 2)
+    assert buckets.fit(needs(0, 1)) == (0, 2)
     with pytest.raises(RuntimeError, match="out of memory"):
         buckets.compile(programs, wait=True)
 
@@ -66,7 +96,7 @@ def test_a_step_runs_the_smallest_program(monkeypatch):
     requests = [served.submit(prompt(5, seed=n), max_tokens=count) for n, count in enumerate(counts)]
     list(served.run())
     assert [request.generated for request in requests] == [right(prompt(5, seed=n), m) for n, m in enumerate(counts)]
-    assert {shape.chunks for shape in rows[:2]} == {2}
+    assert [shape.chunks for shape in rows[:2]] == [2, 1]
     assert [shape for shape in rows[2:] if shape.chunks] == []
     sizes = [shape.requests for shape in rows[2:]]
     assert sizes == sorted(sizes, reverse=True)

@@ -107,15 +107,16 @@ class TestAhead:
             assert request.generated == right(request.prompt, request.max_tokens)
 
     def test_prompts_take_the_tokens_that_are_left_of_the_budget(self):
-        """Of 29 tokens, in rows of 7: four rows as long as none or one is decoded, three if two are."""
-        served, computed = engine(max_num_batched_tokens=29), []
+        """Of 38 tokens, in rows of 7: five rows as long as at most one is decoded, three if more are."""
+        served, computed = engine(max_requests=16, max_num_batched_tokens=38), []
+        served.buckets.ready.add(max(served.buckets.shapes))
         requests = [served.submit(prompt(length), max_tokens=9) for length in (30, 33, 26, 40)]
         while any(request.missing > 1 for request in requests):
             before = [request.cached for request in requests]
             served.step()
             computed.append([request.cached - start for request, start in zip(requests, before, strict=True)])
         # A row of the first and of the second prompt has fewer tokens than 7, and counts as much.
-        assert computed == [[28, 0, 0, 0], [2, 21, 0, 0], [1, 12, 14, 0], [1, 1, 12, 7], [1, 1, 1, 21], [1, 1, 1, 12]]
+        assert computed == [[30, 0, 0, 0], [1, 33, 0, 0], [1, 1, 21, 0], [1, 1, 5, 14], [1, 1, 1, 21], [1, 1, 1, 5]]
         finish(served)
         for request in requests:
             assert request.generated == right(request.prompt, 9)
