@@ -1,6 +1,8 @@
 """`Buckets`: the sizes of steps, for each of which a program is compiled ahead."""
 
 import logging
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -75,31 +77,36 @@ class Buckets:
     def compile(self, programs: Mapping[Shape, Sequence[Callable[[], Lowered]]], *, wait: bool) -> None:
         """Compiles the programs of all shapes in threads; a shape is ready when all its programs are compiled.
 
-        Returns when all are ready or, without `wait`, when the largest are; the others are compiled after that.  An
-        error or an interrupt is raised at once, without waiting for other programs.  Compilations that have begun then
-        go on in the background, because a compiler cannot be stopped.  So they do when these buckets are dropped.
+        Returns when all are ready or, without `wait`, when the largest are.  The others are compiled after that, in few
+        threads, so that those that are needed first are ready first.  An error or an interrupt is raised at once,
+        without waiting for other programs.  A compiler cannot be stopped: compilations that have begun then go on in
+        the background.  So they do when these buckets are dropped, and Python waits for them before it exits.
 
         Args:
           programs: functions that lower the programs of each shape, the program of the layers first.
           wait: whether to wait for all.
         """
-        threads = ThreadPoolExecutor(thread_name_prefix="jaxkv-compile")
-        weakref.finalize(self, threads.shutdown, wait=False, cancel_futures=True)
+        dropped = threading.Event()
+        weakref.finalize(self, dropped.set)
 
-        def submit(shape: Shape) -> Future:
+        def submit(threads: ThreadPoolExecutor, shape: Shape, lowered: Iterable[Lowered]) -> Future:
             # The task does not refer to these buckets, so that they can be dropped.
-            return threads.submit(_compile, shape, programs[shape], self.ready, self.temporaries)
+            return threads.submit(_compile, shape, lowered, self.ready, self.temporaries, dropped)
 
-        awaited = self.shapes if wait else self.shapes[: len(self.largest)]
+        awaited = len(self.shapes if wait else self.largest)
+        threads = ThreadPoolExecutor()
         try:
-            for task in [submit(shape) for shape in awaited]:
+            # Lowered in this thread, whose contexts may configure JAX.
+            for task in [
+                submit(threads, shape, [lower() for lower in programs[shape]]) for shape in self.shapes[:awaited]
+            ]:
                 task.result()
-        except BaseException:
+        finally:
             threads.shutdown(wait=False, cancel_futures=True)
-            raise
-        for shape in self.shapes[len(awaited) :]:
-            submit(shape).add_done_callback(_warn)
-        threads.shutdown(wait=False)
+        others = ThreadPoolExecutor(max((os.cpu_count() or 1) // 4, 1), thread_name_prefix="jaxkv-compile")
+        for shape in self.shapes[awaited:]:
+            submit(others, shape, (lower() for lower in programs[shape])).add_done_callback(_warn)
+        others.shutdown(wait=False)
 
 
 def _sizes(most: int) -> list[int]:
@@ -108,15 +115,23 @@ def _sizes(most: int) -> list[int]:
 
 
 def _compile(
-    shape: Shape, programs: Iterable[Callable[[], Lowered]], ready: set[Shape], temporaries: dict[Shape, int]
+    shape: Shape,
+    lowered: Iterable[Lowered],
+    ready: set[Shape],
+    temporaries: dict[Shape, int],
+    dropped: threading.Event,
 ) -> None:
-    layers, *_ = [lower().compile() for lower in programs]
-    memory = layers.memory_analysis()
+    compiled = []
+    for program in lowered:
+        if dropped.is_set():
+            return
+        compiled.append(program.compile())
+    memory = compiled[0].memory_analysis()
     if memory is not None:
         temporaries[shape] = memory.temp_size_in_bytes
     ready.add(shape)
 
 
 def _warn(task: Future) -> None:
-    if not task.cancelled() and (error := task.exception()) is not None:
+    if (error := task.exception()) is not None:
         _log.warning("a program was not compiled, so that steps run a larger one: %s", error)

@@ -1,5 +1,6 @@
 """Which programs the engine compiles, and which of them a step runs."""
 
+import os
 import threading
 from types import SimpleNamespace
 
@@ -7,7 +8,7 @@ import pytest
 
 from jaxkv.serving.buckets import Buckets, Shape
 from jaxkv.serving.step_inputs import Schedule
-from serving.toy_engines import engine, right
+from serving.toy_engines import engine, join_compilers, right
 from support.toy_model import prompt
 
 
@@ -77,13 +78,34 @@ def test_the_largest_are_compiled_first_and_the_others_in_the_background(caplog)
     buckets.compile(programs, wait=False)
     assert buckets.temporaries == dict.fromkeys(buckets.largest, 7)
     go.set()
-    for thread in threading.enumerate():
-        if thread.name.startswith("jaxkv-compile"):
-            thread.join(20)
+    join_compilers()
     assert "a program was not compiled, so that steps run a larger one: out of memory" in caplog.text
     assert buckets.fit(needs(0, 1)) == (0, 2)
     with pytest.raises(RuntimeError, match="out of memory"):
         buckets.compile(programs, wait=True)
+
+
+def test_nothing_is_compiled_for_buckets_that_have_been_dropped():
+    buckets, begun, go, compiled = buckets_of(8, 1), threading.Event(), threading.Event(), []
+    largest = buckets.largest
+
+    def compiler(shape):
+        compiled.append(shape)
+        if shape not in largest:
+            begun.set()
+            assert go.wait(20)
+        return SimpleNamespace(memory_analysis=lambda: None)
+
+    shapes = buckets.shapes
+    buckets.compile({shape: program(lambda shape=shape: compiler(shape)) for shape in shapes}, wait=False)
+    assert begun.wait(20)
+    del buckets
+    go.set()
+    join_compilers()
+    assert len(shapes) == 5
+    threads = max((os.cpu_count() or 1) // 4, 1)
+    assert {*largest} < {*compiled}
+    assert len(compiled) <= len(largest) + threads
 
 
 @pytest.mark.usefixtures("toy")
