@@ -56,7 +56,7 @@ from jaxkv_kernels.mosaic_gpu.ptx.fragments import array
 from jaxkv_kernels.mosaic_gpu.ptx.inline import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
-from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT
+from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, TILE
 
 LINE = lanes.LINE
 """Bytes of each entry in a unit."""
@@ -67,8 +67,8 @@ ROPE_ROWS = 2
 FACTOR, FLAG, STATS = 5, 7, 8
 """Rows of `stats`: the first of the two with factors, one per tile; the flags of tiles with factors other than 1, four
 per tile.  The last is the number of rows."""
-HALVES = 4
-"""Halves of the two tiles of a pair, numbered 2 * tile + half."""
+HALVES, FULL = 4, 6
+"""Halves of the two tiles of a pair, numbered 2 * tile + half; barriers of these, and of the tiles' rotary keys."""
 
 
 def lane_registers(per_lane: int) -> Any:
@@ -165,6 +165,11 @@ class GatheredRows:
     def units(self) -> int:
         """The units of a tile of quantised entries."""
         return LATENT // self.line_values
+
+    def unit_bytes(self, unit: Unit) -> int:
+        """The bytes of a unit in shared memory."""
+        del unit
+        return TILE * self.line_values * self.latent_dtype.itemsize
 
     def half(self, which: int) -> tuple[Unit, ...]:
         """The units of half a latent."""
@@ -326,26 +331,29 @@ class GatheredRows:
         copy(kv_ref, zero_ref, slots, layer, limit, r_ref)
         return None
 
-    def finish_rope(self, stage: int, r_ref, scales, loaded) -> None:
-        """Completes what `fetch_rope` started; `loaded` is what it returned.
+    def finish_rope(self, stage: int, r_ref, scales, loaded, k_full: "LaneBarriers") -> None:
+        """Completes what `fetch_rope` started, and arrives at the barrier of rotary keys; `loaded` is what it returned.
 
-        Converts and stores loaded keys.  Waits for copied keys, and divides them by the factors of their rows.
+        Converts and stores loaded keys.  Copied keys arrive by themselves, unless they must be divided by the factors
+        of their rows.
         """
+        barrier, ref = HALVES + stage, ref_type(self.rope_dtype)
         if self.converts_rope:
 
-            @plgpu.inline_mgpu(arg_types=(ref_type(self.rope_dtype), lane_registers(4 * ROPE_ROWS)))
+            @plgpu.inline_mgpu(arg_types=(ref, lane_registers(4 * ROPE_ROWS)))
             def store(_, ref, loaded):
                 lanes.store_e4m3_rope(ref, loaded, stage)
 
-            return store(r_ref, loaded)
+            store(r_ref, loaded)
+            k_full.arrive(barrier)
+            return
 
-        @plgpu.inline_mgpu(arg_types=(ref_type(self.rope_dtype), FOUR))
-        def finish(_, ref, scales):
-            lanes.wait_for_copies()
+        @plgpu.inline_mgpu(arg_types=(ref, FOUR, plgpu.RefType()))
+        def finish(_, ref, scales, stats):
             *_, special, inverse = word_list(scales)
-            lanes.divide_rope(ref, stage, special, inverse)
+            lanes.finish_rope(ref, stage, special, inverse, stats, barrier)
 
-        return finish(r_ref, scales)
+        finish(r_ref, scales, k_full.stats)
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit) -> None:
         """Prefetches the rows of a tile to the L2 cache; `slots` come from `spread`."""
@@ -390,21 +398,23 @@ class GatheredRows:
         padding = sum(field.nbytes for field in self.entry.fields() if field.name == "padding")
         return lanes.e8m0_scales(raw, padding=padding)
 
-    def store(self, unit: Unit, stage: int, k_ref, raw, scales) -> None:
-        """Converts a unit of latents, and stores it to `k_ref` [2, 2, 64, 256]."""
+    def store(self, unit: Unit, stage: int, k_ref, raw, scales, k_full: "LaneBarriers") -> None:
+        """Converts a unit of latents, and stores it to `k_ref` [2, 2, 64, 256]; to that of both CTAs if they share."""
         scaled = [] if self.scale_dtype is None else [FOUR]
+        half = 2 * stage + unit.number // (self.units // 2)
 
-        @plgpu.inline_mgpu(arg_types=(ref_type(self.latent_dtype), lane_registers(16), *scaled))
-        def store(_, ref, raw, *scales):
+        @plgpu.inline_mgpu(arg_types=(ref_type(self.latent_dtype), plgpu.RefType(), lane_registers(16), *scaled))
+        def store(_, ref, stats, raw, *scales):
             held = word_list(*scales) if scales else []
+            peer = k_full.peer(stats, half)
             if self.stored == "e4m3":
                 scale_of = partial(lanes.scale_of_group, held, group=unit.number) if scaled else None
-                lanes.store_e4m3(ref, raw, scale_of, stage, unit.number)
+                lanes.store_e4m3(ref, raw, scale_of, stage, unit.number, peer)
             else:
                 of_half = lanes.e8m0_of_e2m1 if self.scale_dtype == "e8m0" else lanes.e4m3_of_e2m1
-                lanes.store_e2m1(ref, raw, partial(of_half, held, half=unit.number), stage, unit.number)
+                lanes.store_e2m1(ref, raw, partial(of_half, held, half=unit.number), stage, unit.number, peer)
 
-        store(k_ref, raw, *([scales] if scaled else []))
+        store(k_ref, k_full.stats, raw, *([scales] if scaled else []))
 
     def _rows(self, kv, zero, slots, layer, limit):
         """The addresses at which the rows of a lane's slots begin."""
@@ -412,22 +422,62 @@ class GatheredRows:
 
 
 @dataclass(frozen=True)
-class StoredBarriers:
-    """Barriers of tiles that lanes store."""
+class InterpretedBarriers:
+    """Barriers of Pallas, for its interpreter."""
 
     barriers: Any
 
     def start(self) -> None:
         """Does nothing, because Pallas initializes its barriers itself."""
 
-    def arrive(self, n: int) -> None:
-        """Signals that the calling lane of the producer has stored its chunks of a half."""
+    def arrive(self, n: int, nbytes: int = 0) -> None:
+        """Signals that a half, or the rotary keys of a tile, are stored."""
+        del nbytes
+        plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers[n])
 
     def wait(self, n: int, phase) -> None:
         """Waits for a half; `phase` counts the pairs."""
         del phase
         plgpu.barrier_wait(self.barriers[n])
+
+
+@dataclass(frozen=True)
+class LaneBarriers:
+    """Barriers of tiles that lanes store.  Two CTAs that share them store a part of each tile in both."""
+
+    stats: Any
+    cta: int | None = None
+    """Which of two CTAs that share tiles; None if none do.  It matters to the producer only."""
+    shared: bool = False
+
+    def start(self) -> None:
+        """Initializes the barriers; all lanes of the CTA call this."""
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(
+            lambda _, ref: lanes.start_barriers(ref, FULL, 1, cluster=self.shared)
+        )(self.stats)
+
+    def peer(self, stats, n: int) -> lanes.Peer | None:
+        """The other CTA, for stores that barrier `n` counts there."""
+        return None if self.cta is None else lanes.Peer.of(1 - self.cta, stats, n)
+
+    def arrive(self, n: int, nbytes: int = 0) -> None:
+        """Signals that the calling lane of the producer has stored its chunks; the other CTA stores `nbytes`."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def arrive(_, ref):
+            lanes.arrive_for_stores(ref, n, nbytes)
+
+        arrive(self.stats)
+
+    def wait(self, n: int, phase) -> None:
+        """Waits for a half, or the rotary keys of a tile; `phase` counts the pairs."""
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
+        def wait(_, ref, phase):
+            lanes.wait(ref, n, phase.registers.item(), cluster=self.shared)
+
+        wait(self.stats, phase)
 
 
 @dataclass(frozen=True)
@@ -438,10 +488,11 @@ class CopiedBarriers:
 
     def start(self) -> None:
         """Initializes the barriers; all lanes of the CTA call this."""
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.start_barriers(ref, HALVES))(self.stats)
+        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.start_barriers(ref, HALVES, 2))(self.stats)
 
-    def arrive(self, n: int) -> None:
+    def arrive(self, n: int, nbytes: int = 0) -> None:
         """Signals that the calling lane of the producer has started the last of its copies of a half."""
+        del nbytes
         plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.arrive(ref, n))(self.stats)
 
     def wait(self, n: int, phase) -> None:
@@ -477,10 +528,11 @@ class GatherTiles:
     r: Any
     stats: Any
     k_full: Any
-    """`StoredBarriers` or `CopiedBarriers`.  Barrier 2 * tile + half: that half is full; for the far half, also rotary
-    keys."""
+    """`LaneBarriers`, `CopiedBarriers` or `InterpretedBarriers`.  Barrier 2 * tile + half: that half is full; if keys
+    are copied, the far half with the rotary keys, which otherwise have barrier HALVES + tile."""
     k_free: Any
-    interpret: bool
+    cta: int | None
+    """Which of two CTAs that share tiles this is; None if none do.  Each converts a part of every tile for both."""
 
     def run(self, layer, first, end, first_tile, load_work_tile, q_free, fetch_queries) -> None:
         """Gathers the keys of the work tiles from `first`, whose columns are `first_tile`, to `end`.
@@ -557,19 +609,36 @@ class GatherTiles:
     def _load_slots(self, request, tile, keys):
         return self.rows.load_slots(self.slot_ref, request, tile, keys)
 
+    def _units(self, tile):
+        """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""
+        return self._own(tile) + self._own(1 - tile)
+
+    def _own(self, half):
+        """The units of a half that this CTA converts.  If a half is a single unit, one CTA converts it."""
+        units = self.rows.half(half)
+        if self.cta is None:
+            return units
+        if len(units) == 1:
+            return units if half == self.cta else ()
+        return units[1:] if self.cta else units[:1]
+
+    def _bytes_of_peer(self, half) -> int:
+        """The bytes of a half that the other CTA stores."""
+        own = self._own(half)
+        return sum(self.rows.unit_bytes(unit) for unit in self.rows.half(half) if unit not in own)
+
     def _wait_free(self, tile, half, used):
         @pl.when(used > 0)
         def _():
             plgpu.barrier_wait(self.k_free[2 * tile + half])
 
-    def _stored(self, half):
+    def _stored(self, half, nbytes: int = 0):
         """Signals that a half is stored, or that its copies have been started: every lane arrives.
 
-        The consumers make the half visible to wgmma.  A fence here might wait for loads that have not finished.
+        The other CTA stores `nbytes` of it.  The consumers make the half visible to wgmma.  A fence here might wait for
+        loads that have not finished.
         """
-        if self.interpret:
-            plgpu.commit_smem()
-        self.k_full.arrive(half)
+        self.k_full.arrive(half, nbytes)
 
 
 class CopiedTiles(GatherTiles):
@@ -613,11 +682,7 @@ class ConvertedTiles(GatherTiles):
     @property
     def _ring(self) -> int:
         """The number of units that are loaded ahead."""
-        return min(self.units_ahead, self.rows.units)
-
-    def _units(self, tile):
-        """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""
-        return self.rows.half(tile) + self.rows.half(1 - tile)
+        return min(self.units_ahead, len(self._units(0)))
 
     def _load(self, slots, layer, limit, unit):
         return self.rows.load(self.kv_ref, self.zero_ref, slots, layer, limit, unit)
@@ -641,16 +706,23 @@ class ConvertedTiles(GatherTiles):
         here_spread = rows.spread(here) if self._ring < len(units) else None
         after = self._load_slots(*beyond)
         scales = rows.factors(self.stats, FACTOR + tile, (FLAG, 4 * tile), here, limit, raw)
+        if not rows.converts_rope:
+            rows.finish_rope(tile, self.r, scales, rope, self.k_full)
         raw = self._load_scales(ahead, layer, limit)
-        for n, unit in enumerate(units):
-            if n == len(units) // 2:
-                self._stored(2 * tile + tile)
-                self._wait_free(tile, 1 - tile, used)
-            rows.store(unit, tile, self.k, ring[n % self._ring], scales)
-            slots = here_spread if n + self._ring < len(units) else ahead_spread
-            ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
+        n = 0
+        for half in (tile, 1 - tile):
+            if half != tile:
+                self._wait_free(tile, half, used)
+            for unit in self._own(half):
+                rows.store(unit, tile, self.k, ring[n % self._ring], scales, self.k_full)
+                slots = here_spread if n + self._ring < len(units) else ahead_spread
+                ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
+                n += 1
+            if half == tile:
+                self._stored(2 * tile + half, self._bytes_of_peer(half))
         if self.prefetch:
             rows.prefetch(*from_cache, rows.spread(after), layer, limit)
-        rows.finish_rope(tile, self.r, scales, rope)
-        self._stored(2 * tile + 1 - tile)
+        if rows.converts_rope:
+            rows.finish_rope(tile, self.r, scales, rope, self.k_full)
+        self._stored(2 * tile + 1 - tile, self._bytes_of_peer(1 - tile))
         return tuple(ring), raw, ahead, after

@@ -90,12 +90,15 @@ from jaxkv_kernels.mosaic_gpu.gather_fp8_v4 import ExtraRefs, FP8V4Rows, FP8V4Ti
 from jaxkv_kernels.mosaic_gpu.gather_keys import (
     FACTOR,
     FLAG,
+    FULL,
+    HALVES,
     STATS,
     ConvertedTiles,
     CopiedBarriers,
     CopiedTiles,
     GatheredRows,
-    StoredBarriers,
+    InterpretedBarriers,
+    LaneBarriers,
     async_fence,
 )
 from jaxkv_kernels.mosaic_gpu.interpreter.gather import InterpretedFP8V4Rows, InterpretedRows
@@ -119,6 +122,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, PAIR, ROPE, TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
+    CTAS,
     PAIR_COSTS,
     Plan,
     SplitCosts,
@@ -299,6 +303,7 @@ def attend(
     """
     batch, heads, latent = call.q_latent.shape
     tiles = -(-heads // TILE)
+    cluster = CTAS if rows.quantised and tiles % CTAS == 0 else 1
     rope_in_values = isinstance(rows, FP8V4Rows)
     copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
     width = latent + call.q_pe.shape[-1] if rope_in_values else latent
@@ -323,7 +328,7 @@ def attend(
         q_full = scratch["q_full"]
         # Barriers with equal numbers of arrivals share an array: their addresses and phases take fewer registers.
         one, two = scratch["one_arrives"], scratch["two_arrive"]
-        k_free = [scratch["k_free"].at[n] for n in range(4)]
+        k_free = [scratch["k_free"].at[n] for n in range(HALVES)]
         s_issued, *p_ready = (one.at[n] for n in range(3))
         q_free, both = (two.at[n] for n in range(2))
 
@@ -336,9 +341,11 @@ def attend(
         r: Any = scratch.get("r")  # without `qr` and `r`, rotary parts are in `q` and `k`
         if not plan.whole:  # otherwise the next kernel may be one of XLA's, instead of `combine`
             pdl_launch_dependents(split_requests_ref, interpret=interpret)
-        partition, group, wg = (lax.axis_index(axis) for axis in ("partition", "group", "wg"))
-        first_row = group * TILE
-        k_full: Any = CopiedBarriers(stats) if copied else StoredBarriers([one.at[3 + n] for n in range(4)])
+        partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
+        first_row = (group * cluster + cta) * TILE
+        k_full: Any = InterpretedBarriers([one.at[3 + n] for n in range(FULL)]) if interpret else None
+        if k_full is None:
+            k_full = CopiedBarriers(stats) if copied else LaneBarriers(stats, shared=cluster > 1)
         k_full.start()
 
         def fetch_queries(request):
@@ -353,7 +360,8 @@ def attend(
                 plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], q_in.at[half], q_full)
             plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, q_full)
 
-        def producer():
+        def producer(cta: int | None):
+            """`cta` is the number of this CTA in the cluster; None if CTAs do not share tiles."""
             plgpu.set_max_registers(config.producer_registers, action="decrease")
             first, end, first_tile = load_work_range(partitions_ref, partition)
             gather_tiles: Any = ConvertedTiles if rows.quantised else CopiedTiles
@@ -370,9 +378,9 @@ def attend(
                 k,
                 r,
                 stats,
-                k_full,
+                k_full if cta is None else replace(k_full, cta=cta),
                 k_free,
-                interpret,
+                cta,
             )
             load_tile = partial(load_work_tile, work_tiles_ref)
             gather.run(layer_ref[0], first, end, first_tile, load_tile, q_free, fetch_queries)
@@ -421,6 +429,9 @@ def attend(
                         else:
                             plgpu.wgmma(acc, q.at[z + half], k.at[tile, half].transpose((1, 0)))
                     if not rope_in_values:
+                        if rows.quantised:
+                            k_full.wait(HALVES + side, phase)
+                            async_fence(interpret=interpret)
                         plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
@@ -548,8 +559,14 @@ def attend(
 
             lax.fori_loop(first, end, run, (first_tile, jnp.int32(0)))
 
+        def produce():
+            if cluster == 1 or interpret:  # the interpreter's CTAs each convert whole tiles
+                producer(None)
+            else:  # a program for each: where its units lie is then part of the instructions
+                lax.cond(cta == 0, partial(producer, 0), partial(producer, 1))
+
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
-        lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
+        lax.cond(wg == 2, produce, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
 
     def viewed(*shape, own_dtype=k_dtype):
         """Shared memory with two views: in the dtype that is multiplied, and in the dtype of queries and results."""
@@ -579,8 +596,10 @@ def attend(
             split_lse=tiles * TILE,
             scales=2,
         ),
-        grid=(tiles, plan.num_partitions),
+        grid=(tiles // cluster, plan.num_partitions),
         grid_names=("group", "partition"),
+        cluster=(cluster,),
+        cluster_names=("cta",),
         num_threads=3,
         thread_name="wg",
         kernel_name="decode_mla_sparse",
@@ -591,8 +610,10 @@ def attend(
             "p": swizzled(TILE, TILE, dtype=k_dtype),
             "stats": plgpu.SMEM((STATS, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=width // COLUMNS if rope_in_values else 3),
-            "one_arrives": plgpu.Barrier(num_barriers=3 if copied else 7),
-            "k_free": plgpu.Barrier(num_barriers=4),
+            "one_arrives": plgpu.Barrier(num_barriers=3 + FULL if interpret else 3),
+            "k_free": plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=HALVES)
+            if cluster > 1
+            else plgpu.Barrier(num_barriers=HALVES),
             "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),
             # The interpreter needs register operands of wgmma in shared memory.
             **({"operands": swizzled(2, TILE, TILE, dtype=k_dtype)} if interpret else {}),

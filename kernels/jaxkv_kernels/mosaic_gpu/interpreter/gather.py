@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jaxkv_kernels.formats.fp4 import from_e2m1, from_e8m0
 from jaxkv_kernels.formats.latents.nvfp4_ds_mla import COLUMNS
 from jaxkv_kernels.mosaic_gpu.gather_fp8_v4 import FP8V4Rows
-from jaxkv_kernels.mosaic_gpu.gather_keys import CHUNK, LINE, GatheredRows
+from jaxkv_kernels.mosaic_gpu.gather_keys import CHUNK, HALVES, LINE, GatheredRows
 from jaxkv_kernels.mosaic_gpu.scaling import (
     E8M0_RANGE,
     EXPONENT,
@@ -66,13 +66,14 @@ class InterpretedRows(GatheredRows):
         r_ref[stage] = _elements(raw, self.rope_dtype)
         return None
 
-    def finish_rope(self, stage, r_ref, scales, loaded):
+    def finish_rope(self, stage, r_ref, scales, loaded, k_full):
         """Converts rotary keys, or divides them by the factors of their rows."""
         if self.converts_rope:
             r_ref[stage] = _from_e4m3(loaded)
         if self.factored:
             _, factor = scales
             r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
+        k_full.arrive(HALVES + stage)
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit):
         """Does nothing: the interpreter has no caches."""
@@ -95,8 +96,9 @@ class InterpretedRows(GatheredRows):
         stats_ref[flag[0], pl.ds(flag[1], 4)] = jnp.full(4, (factor != 1).any(), jnp.float32)
         return None if raw is None else (scales, factor)
 
-    def store(self, unit, stage, k_ref, raw, scales):
+    def store(self, unit, stage, k_ref, raw, scales, k_full):
         """Stores a unit, `raw` [64, bytes]."""
+        del k_full
         values = _from_e4m3(raw) if self.stored == "e4m3" else from_e2m1(raw, jnp.ones((TILE, 1))).astype(jnp.float16)
         first = unit.number * self.line_values
         values = values if scales is None else values * scales[0][:, first : first + self.line_values]
@@ -160,8 +162,9 @@ class InterpretedFP8V4Rows(FP8V4Rows):
         """A unit of the rows, bytes [64, n]."""
         return own[0][:, unit.offset : unit.offset + {"e4m3": 128, "half": 64, "rope": 128}[unit.kind]]
 
-    def store(self, unit, stage, k_ref, raw, scales):
+    def store(self, unit, stage, k_ref, raw, scales, k_full):
         """Stores a unit as bf16."""
+        del k_full
         if unit.kind == "rope":
             values = _elements(raw, jnp.bfloat16)
         else:

@@ -9,6 +9,8 @@ halves of a word.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
@@ -61,6 +63,10 @@ CONVERT_E2M1 = (
 """Eight e2m1 values of a word, times a pair of equal float16 scales, as four words of two float16 values.
 
 `even` and `odd` are the even and the odd ones of the values as e4m3."""
+STORE_PEER = (
+    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}}, [$5];"
+)
+"""Stores 16 bytes to the shared memory of another CTA, whose barrier counts them."""
 LOAD_PAIR = "ld.global.L1::evict_last.L2::256B.v2.b32 {{$0, $1}}, [$2 + {offset}];"
 
 
@@ -79,7 +85,7 @@ class Lane:
     """The position of the calling lane."""
 
     def __init__(self):
-        thread = arith.remui(mgpu.utils.thread_idx(), c32(THREADS))
+        thread = _thread()
         self.lane = arith.andi(thread, c32(31))
         self.warp = arith.shrui(thread, c32(5))
         self.in_warp = self._in_warp
@@ -265,9 +271,33 @@ def copy_rope(addresses, offset: int, ref, stage: int) -> None:
         ptx(f"cp.async.cg.shared.global.L2::128B [$0 + {into}], [$1 + {offset}], 16;", start, address)
 
 
-def wait_for_copies() -> None:
-    """Waits until the copies of this lane have landed."""
-    ptx("cp.async.wait_all;")
+@dataclass(frozen=True)
+class Peer:
+    """The other CTA of a cluster of two, in whose shared memory a lane stores what it stores in its own."""
+
+    rank: int
+    """Its number in the cluster."""
+    barrier: Any
+    """The barrier, in the calling CTA, whose counterpart there counts the bytes."""
+
+    @classmethod
+    def of(cls, rank: int, stats, n: int) -> "Peer":
+        """The peer, with barrier number `n` of `stats`."""
+        return cls(rank, barrier(stats, n))
+
+    def _there(self, address) -> ir.Value:
+        return ptx(f"mapa.shared::cluster.u32 $0, $1, {self.rank};", address, result_types=i32())
+
+    def store(self, start, offset: int, values) -> None:
+        """Stores 16 bytes."""
+        ptx(STORE_PEER.format(offset=offset), self._there(start), *values, self._there(self.barrier))
+
+
+def store_16_bytes(start, offset: int, values, peer: Peer | None) -> None:
+    """Stores 16 bytes to shared memory, and to the same place of the peer's."""
+    ptx(STORE_SHARED.format(offset=offset), start, *values)
+    if peer is not None:
+        peer.store(start, offset, values)
 
 
 def barrier(ref, n: int) -> ir.Value:
@@ -277,12 +307,20 @@ def barrier(ref, n: int) -> ir.Value:
     return at(mgpu.utils.memref_ptr(ref), c32(4 * (row * width + column) + 8 * n))
 
 
-def start_barriers(ref, count: int) -> None:
-    """Initializes barriers for two arrivals by each of 128 lanes, and waits until all lanes of the CTA see them."""
+def start_barriers(ref, count: int, arrivals: int, *, cluster: bool = False) -> None:
+    """Initializes barriers for `arrivals` by each of 128 lanes; returns once all lanes of the CTA see them.
+
+    With `cluster`, those of both CTAs do.
+    """
     first = arith.cmpi(arith.CmpIPredicate.eq, mgpu.utils.thread_idx(), c32(0))
     for n in range(count):
-        ptx(f"mbarrier.init.shared::cta.b64 [$0], {2 * THREADS};", barrier(ref, n), predicate=first)
-    ptx("bar.sync 0;", convergent=True)
+        ptx(f"mbarrier.init.shared::cta.b64 [$0], {arrivals * THREADS};", barrier(ref, n), predicate=first)
+    if cluster:
+        ptx("fence.mbarrier_init.release.cluster;")
+        ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
+        ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
+    else:
+        ptx("bar.sync 0;", convergent=True)
 
 
 def arrive(ref, n: int) -> None:
@@ -291,11 +329,30 @@ def arrive(ref, n: int) -> None:
     ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier(ref, n))
 
 
-def wait(ref, n: int, phase) -> None:
-    """Waits until a barrier has completed for the `phase`-th time, counted from 0."""
+def arrive_for_stores(ref, n: int, nbytes: int) -> None:
+    """Arrives once for this lane's stores.  The barrier also waits for `nbytes` that the peer stores."""
+    if nbytes:
+        first = arith.cmpi(arith.CmpIPredicate.eq, _thread(), c32(0))
+        ptx(f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], {nbytes};", barrier(ref, n), predicate=first)
+    ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", barrier(ref, n))
+
+
+def arrive_for_copies(ref, n: int) -> None:
+    """Arrives once for this lane, once its copies have landed."""
+    ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier(ref, n))
+
+
+def _thread() -> ir.Value:
+    """The index of the calling lane in its warpgroup."""
+    return arith.remui(mgpu.utils.thread_idx(), c32(THREADS))
+
+
+def wait(ref, n: int, phase, *, cluster: bool = False) -> None:
+    """Waits until a barrier has completed for the `phase`-th time, counted from 0; `cluster`: also for the peer."""
+    scope = "acquire.cluster." if cluster else ""
     ptx(
         "{ .reg .pred p; .reg .b32 parity; and.b32 parity, $1, 1; again: "
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [$0], parity; @!p bra again; }",
+        f"mbarrier.try_wait.parity.{scope}shared::cta.b64 p, [$0], parity; @!p bra again; }}",
         barrier(ref, n),
         phase,
         convergent=True,
@@ -475,9 +532,14 @@ def inverse_pair(factor) -> ir.Value:
     return arith.ori(inverse, arith.shli(inverse, c32(16)))
 
 
-def divide_rope(ref, stage: int, special, inverse) -> None:
-    """If `special` is not 0, multiplies the bf16 rotary keys that this lane copied by the inverse factors of rows."""
+def finish_rope(ref, stage: int, special, inverse, stats, n: int) -> None:
+    """Arrives at barrier `n` once the bf16 rotary keys that this lane copies are in shared memory.
+
+    If `special` is not 0, waits for them, and multiplies them by the inverse factors of rows.  It is the same for all
+    lanes of a warp.
+    """
     with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ne, special, c32(0))):
+        ptx("cp.async.wait_all;")
         lane = Lane()
         start = at(mgpu.utils.memref_ptr(ref), lane.swizzled_offset(lane.chunk, 1))
         for n, owner in enumerate(lane.owners):
@@ -486,9 +548,14 @@ def divide_rope(ref, stage: int, special, inverse) -> None:
             loaded = ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True)
             divided = [ptx("mul.rn.bf16x2 $0, $1, $2;", word, by, result_types=i32()) for word in loaded]
             ptx(STORE_SHARED.format(offset=offset), start, *divided)
+        arrive_for_stores(stats, n, 0)
+    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, special, c32(0))):
+        arrive_for_copies(stats, n)
 
 
-def store_e4m3(ref, raw, scale_of: Callable[[ir.Value], ir.Value] | None, stage: int, group: int) -> None:
+def store_e4m3(
+    ref, raw, scale_of: Callable[[ir.Value], ir.Value] | None, stage: int, group: int, peer: Peer | None
+) -> None:
     """Stores a unit of e4m3 values, group `group` of a latent, as float16 times their scales.
 
     `scale_of` returns the scale for the row of a lane; None if entries have no scales of their own.
@@ -504,7 +571,7 @@ def store_e4m3(ref, raw, scale_of: Callable[[ir.Value], ir.Value] | None, stage:
     for n, (register, owner) in enumerate(zip(raw.registers.flat, lane.owners, strict=True)):
         values = _converted(register, *([] if scale_of is None else [scale_of(owner)]))
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
-            ptx(STORE_SHARED.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *four)
+            store_16_bytes(start, first + n * 2 * column_tiles * COLUMN_TILE, four, peer)
 
 
 def store_e4m3_rope(ref, raw, stage: int) -> None:
@@ -525,7 +592,9 @@ def _converted(register, *scale) -> list[ir.Value]:
     return [value for word in words(register) for value in ptx(convert, word, *scale, result_types=[i32()] * 2)]
 
 
-def store_e2m1(ref, raw, scales_of: Callable[[ir.Value], list[ir.Value]], stage: int, half: int) -> None:
+def store_e2m1(
+    ref, raw, scales_of: Callable[[ir.Value], list[ir.Value]], stage: int, half: int, peer: Peer | None
+) -> None:
     """Stores half a latent of e2m1 values as float16 times the scales of each row's owner, one per 16 values."""
     lane = Lane()
     column_tiles = HALF // 64
@@ -538,4 +607,4 @@ def store_e2m1(ref, raw, scales_of: Callable[[ir.Value], list[ir.Value]], stage:
         scales = scales_of(owner)
         for i, (word, start) in enumerate(zip(words(register), starts, strict=True)):
             values = ptx(CONVERT_E2M1, word, scales[i // 2], result_types=[i32()] * 4)
-            ptx(STORE_SHARED.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *values)
+            store_16_bytes(start, first + n * 2 * column_tiles * COLUMN_TILE, values, peer)
