@@ -182,8 +182,10 @@ class SparseConfig:
         check_threshold(self)
 
 
-def default_config(format: str, tiles: int) -> SparseConfig:
+def default_config(format: str, tiles: int, shared: bool) -> SparseConfig:
     """The default configuration of a `decode_mla_sparse` call, for entries of a format and key tiles per CTA.
+
+    `shared`: whether two CTAs share key tiles.  Each then has half of the units of a tile, and needs fewer registers.
 
     Calls with few tiles per CTA are slower with prefetching: 8 requests with 128 heads and 2,048 slots (4 tiles) take
     0.0276 ms instead of 0.0215, and 32 requests (16 tiles) 0.0634 instead of 0.0594.  With an overhead of 2 steps, 64
@@ -193,11 +195,11 @@ def default_config(format: str, tiles: int) -> SparseConfig:
     """
     if format in ("bf16", "f16"):
         return SparseConfig()
+    producer = SparseConfig(producer_registers=72, units_ahead=1) if shared else SparseConfig(producer_registers=88)
     if format == "fp8_v4":
-        return SparseConfig(
-            producer_registers=88, prefetch=tiles < PREFETCHED_TILES, split_costs=replace(_SPLIT_COSTS, overhead=1)
-        )
-    return SparseConfig(producer_registers=88, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
+        prefetch = tiles < PREFETCHED_TILES
+        return replace(producer, prefetch=prefetch, split_costs=replace(_SPLIT_COSTS, overhead=1))
+    return replace(producer, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
 
 
 def unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
@@ -254,8 +256,14 @@ def _listed(call: DecodeMLASparse) -> tuple[int, jax.Array | None]:
 
 def config_of(format: str, *, queries: int, size: int, heads: int) -> SparseConfig:
     """The configuration of a call whose `queries` query tokens have up to `size` slots: the user's, or the default."""
-    tiles = queries * -(-size // TILE) * -(-heads // TILE)
-    return configuration(default_config(format, tiles // multiprocessors()))
+    row_tiles = -(-heads // TILE)
+    tiles = queries * -(-size // TILE) * row_tiles
+    return configuration(default_config(format, tiles // multiprocessors(), shares_tiles(format, row_tiles)))
+
+
+def shares_tiles(format: str, row_tiles: int) -> bool:
+    """Whether pairs of CTAs convert each tile of keys together: there is something to convert, and no CTA is left."""
+    return format not in ("bf16", "f16") and row_tiles % CTAS == 0
 
 
 @partial(jax.jit, static_argnames=("config", "interpret"))
@@ -303,7 +311,7 @@ def attend(
     """
     batch, heads, latent = call.q_latent.shape
     tiles = -(-heads // TILE)
-    cluster = CTAS if rows.quantised and tiles % CTAS == 0 else 1
+    cluster = CTAS if shares_tiles(call.entry.format, tiles) else 1
     rope_in_values = isinstance(rows, FP8V4Rows)
     copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
     width = latent + call.q_pe.shape[-1] if rope_in_values else latent
