@@ -51,12 +51,22 @@ def multiply_add(acc: jax.Array, a, b, meanwhile: Callable[[], Any] | None = Non
 
         return pl.run_scoped(product, plgpu.ACC(shape, jnp.float32))
     if isinstance(a, jax.Array):
-        scratch[...] = a
-        plgpu.commit_smem()
-        a = scratch
+        a = register_operand(a, scratch)
 
     def added(ref):
         plgpu.wgmma(ref, a, b)
         return ref[...]
 
     return acc + pl.run_scoped(added, plgpu.ACC(shape, jnp.float32)), meanwhile() if meanwhile else None
+
+
+def register_operand(a: jax.Array, scratch):
+    """`a` in registers, as an operand of wgmma.  In the interpreter, which supports none, a copy of it in `scratch`.
+
+    `scratch`, a tile of shared memory, is None on a GPU.
+    """
+    if scratch is None:
+        return a
+    scratch[...] = a
+    plgpu.commit_smem()
+    return scratch
