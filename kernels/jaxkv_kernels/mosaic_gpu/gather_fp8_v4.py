@@ -40,13 +40,14 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
     FLAG,
     GatheredRows,
     GatherTiles,
-    LaneBarriers,
     lane_array,
     lane_registers,
     ref_type,
     word_list,
 )
+from jaxkv_kernels.mosaic_gpu.lane_barriers import LaneBarriers
 from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
+from jaxkv_kernels.mosaic_gpu.ptx.barriers import Peer, store_16_bytes
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, permuted, words
 from jaxkv_kernels.mosaic_gpu.ptx.gather import Lane, load_eight, shuffle
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
@@ -188,18 +189,16 @@ class FP8V4Rows:
         """The bytes of a unit in shared memory."""
         return TILE * unit.columns * self.latent_dtype.itemsize
 
-    def store(self, unit: FP8V4Unit, stage: int, k_ref, raw, scales, k_full: LaneBarriers) -> None:
-        """Converts a unit, and stores it to `k_ref` [2, 2, 64, 256]; to that of both CTAs if they share."""
+    def store(self, unit: FP8V4Unit, stage: int, k_ref, raw, scales, k_full: LaneBarriers, cta: int | None) -> None:
+        """Converts a unit, and stores it to `k_ref` [2, 2, 64, 256]; `cta` is that of `GatheredRows.store`."""
+        held = lane_registers(unit.registers), lane_registers(2)
 
-        @plgpu.inline_mgpu(
-            arg_types=(
-                ref_type(self.latent_dtype), plgpu.RefType(), lane_registers(unit.registers), lane_registers(2),
-            )  # fmt: skip
-        )
-        def store(_, ref, stats, raw, scales):
-            _store_unit(ref, raw, word_list(scales), unit, stage, k_full.peer(stats, 2 * stage + unit.half))
+        @plgpu.inline_mgpu(arg_types=(ref_type(self.latent_dtype), plgpu.RefType(), *held))
+        def store(_, ref, memory, raw, scales):
+            peer = None if cta is None else Peer(1 - cta, k_full.of(memory, 2 * stage + unit.half))
+            _store_unit(ref, raw, word_list(scales), unit, stage, peer)
 
-        store(k_ref, k_full.stats, raw, scales)
+        store(k_ref, k_full.memory, raw, scales)
 
     def mark(self, stats_ref, zero_ref, row: int, flag: tuple[int, int], own) -> None:
         """Stores the factors of a tile's keys, of which masked keys have one that is not 1; see `factors`."""
@@ -280,7 +279,7 @@ class FP8V4Tiles(GatherTiles):
                 self._stored(2 * tile + tile, self._bytes_of_peer(tile))
                 self._wait_free(tile, 1 - tile, used)
             next_unit = n + len(ring)
-            self.rows.store(unit, tile, self.k, ring.pop(0), scales, self.k_full)
+            self.rows.store(unit, tile, self.k, ring.pop(0), scales, self.k_full, self.cta)
             addresses = own if next_unit < len(units) else ahead
             ring.append(self.rows.load(self.zero_ref, addresses, coming[next_unit]))
         self._stored(2 * tile + 1 - tile, self._bytes_of_peer(1 - tile))
@@ -362,7 +361,7 @@ def _load_unit(zero, own, unit) -> list[tuple[ir.Value, ...]]:
     return lanes.load_chunks(addresses, chunk, unit.offset, LOAD)
 
 
-def _store_unit(ref, raw, scales, unit, stage: int, peer: lanes.Peer | None) -> None:
+def _store_unit(ref, raw, scales, unit, stage: int, peer: Peer | None) -> None:
     """Stores a unit as bf16 values, multiplied by the scales that the lanes which own its rows have."""
     lane = Lane()
     first = ((stage * 2 + unit.half) * 8 * COLUMN_TILES + unit.column_tile) * COLUMN_TILE
@@ -371,7 +370,7 @@ def _store_unit(ref, raw, scales, unit, stage: int, peer: lanes.Peer | None) -> 
     if unit.kind == "rope":
         start = at(mgpu.utils.memref_ptr(ref), lane.swizzled_offset(lane.chunk, COLUMN_TILES))
         for step, chunk in zip(steps, chunks, strict=True):
-            lanes.store_16_bytes(start, step, chunk, peer)
+            store_16_bytes(start, step, chunk, peer)
         return
     if unit.kind == "half":
         # Lanes have their first two rows of the four, or their last two.
@@ -390,7 +389,7 @@ def _store_unit(ref, raw, scales, unit, stage: int, peer: lanes.Peer | None) -> 
     for step, chunk, scale in zip(steps, chunks, map(_pair, bytes_), strict=True):
         values = [x for value in chunk for x in ptx(CONVERT, value, scale, result_types=[i32()] * 2)]
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
-            lanes.store_16_bytes(start, step, four, peer)
+            store_16_bytes(start, step, four, peer)
 
 
 def _pair(scale) -> ir.Value:

@@ -33,7 +33,8 @@ tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile 
 
 Barriers.  Consumers wait for half a tile of keys, which the producer's lanes store or copy to shared memory.  Copies
 (`cp.async`) are asynchronous.  A lane therefore requests an arrival, which takes effect once its copies have
-landed (`cp.async.mbarrier.arrive`).  Pallas has no such arrivals, so the barriers of copied tiles are words of `stats`.
+landed (`cp.async.mbarrier.arrive`).  Pallas has no such arrivals, so these barriers are words of `stats`
+(`lane_barriers.py`).
 """
 
 from collections.abc import Sequence
@@ -51,7 +52,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.addressing import Pages
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.format import Field
+from jaxkv_kernels.mosaic_gpu.lane_barriers import LaneBarriers
 from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
+from jaxkv_kernels.mosaic_gpu.ptx.barriers import Peer
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array
 from jaxkv_kernels.mosaic_gpu.ptx.inline import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
@@ -67,6 +70,8 @@ ROPE_ROWS = 2
 FACTOR, FLAG, STATS = 5, 7, 8
 """Rows of `stats`: the first of the two with factors, one per tile; the flags of tiles with factors other than 1, four
 per tile.  The last is the number of rows."""
+BARRIERS = 7, 32
+"""Where in `stats` the barriers of tiles are: a row and a column."""
 HALVES, FULL = 4, 6
 """Halves of the two tiles of a pair, numbered 2 * tile + half; barriers of these, and of the tiles' rotary keys."""
 
@@ -331,7 +336,7 @@ class GatheredRows:
         copy(kv_ref, zero_ref, slots, layer, limit, r_ref)
         return None
 
-    def finish_rope(self, stage: int, r_ref, scales, loaded, k_full: "LaneBarriers") -> None:
+    def finish_rope(self, stage: int, r_ref, scales, loaded, k_full: LaneBarriers) -> None:
         """Completes what `fetch_rope` started, and arrives at the barrier of rotary keys; `loaded` is what it returned.
 
         Converts and stores loaded keys.  Copied keys arrive by themselves, unless they must be divided by the factors
@@ -349,11 +354,11 @@ class GatheredRows:
             return
 
         @plgpu.inline_mgpu(arg_types=(ref, FOUR, plgpu.RefType()))
-        def finish(_, ref, scales, stats):
+        def finish(_, ref, scales, memory):
             *_, special, inverse = word_list(scales)
-            lanes.finish_rope(ref, stage, special, inverse, stats, barrier)
+            lanes.finish_rope(ref, stage, special, inverse, k_full.of(memory, barrier))
 
-        finish(r_ref, scales, k_full.stats)
+        finish(r_ref, scales, k_full.memory)
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit) -> None:
         """Prefetches the rows of a tile to the L2 cache; `slots` come from `spread`."""
@@ -398,15 +403,18 @@ class GatheredRows:
         padding = sum(field.nbytes for field in self.entry.fields() if field.name == "padding")
         return lanes.e8m0_scales(raw, padding=padding)
 
-    def store(self, unit: Unit, stage: int, k_ref, raw, scales, k_full: "LaneBarriers") -> None:
-        """Converts a unit of latents, and stores it to `k_ref` [2, 2, 64, 256]; to that of both CTAs if they share."""
+    def store(self, unit: Unit, stage: int, k_ref, raw, scales, k_full: LaneBarriers, cta: int | None) -> None:
+        """Converts a unit of latents, and stores it to `k_ref` [2, 2, 64, 256].
+
+        `cta` is which of two CTAs that share tiles this is: it then stores to that of both.
+        """
         scaled = [] if self.scale_dtype is None else [FOUR]
         half = 2 * stage + unit.number // (self.units // 2)
 
         @plgpu.inline_mgpu(arg_types=(ref_type(self.latent_dtype), plgpu.RefType(), lane_registers(16), *scaled))
-        def store(_, ref, stats, raw, *scales):
+        def store(_, ref, memory, raw, *scales):
             held = word_list(*scales) if scales else []
-            peer = k_full.peer(stats, half)
+            peer = None if cta is None else Peer(1 - cta, k_full.of(memory, half))
             if self.stored == "e4m3":
                 scale_of = partial(lanes.scale_of_group, held, group=unit.number) if scaled else None
                 lanes.store_e4m3(ref, raw, scale_of, stage, unit.number, peer)
@@ -414,95 +422,11 @@ class GatheredRows:
                 of_half = lanes.e8m0_of_e2m1 if self.scale_dtype == "e8m0" else lanes.e4m3_of_e2m1
                 lanes.store_e2m1(ref, raw, partial(of_half, held, half=unit.number), stage, unit.number, peer)
 
-        store(k_ref, k_full.stats, raw, *([scales] if scaled else []))
+        store(k_ref, k_full.memory, raw, *([scales] if scaled else []))
 
     def _rows(self, kv, zero, slots, layer, limit):
         """The addresses at which the rows of a lane's slots begin."""
         return lanes.rows(self, kv, zero, word_list(slots), layer.registers.item(), limit.registers.item())
-
-
-@dataclass(frozen=True)
-class InterpretedBarriers:
-    """Barriers of Pallas, for its interpreter."""
-
-    barriers: Any
-
-    def start(self) -> None:
-        """Does nothing, because Pallas initializes its barriers itself."""
-
-    def arrive(self, n: int, nbytes: int = 0) -> None:
-        """Signals that a half, or the rotary keys of a tile, are stored."""
-        del nbytes
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(self.barriers[n])
-
-    def wait(self, n: int, phase) -> None:
-        """Waits for a half; `phase` counts the pairs."""
-        del phase
-        plgpu.barrier_wait(self.barriers[n])
-
-
-@dataclass(frozen=True)
-class LaneBarriers:
-    """Barriers of tiles that lanes store.  Two CTAs that share them store a part of each tile in both."""
-
-    stats: Any
-    cta: int | None = None
-    """Which of two CTAs that share tiles; None if none do.  It matters to the producer only."""
-    shared: bool = False
-
-    def start(self) -> None:
-        """Initializes the barriers; all lanes of the CTA call this."""
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(
-            lambda _, ref: lanes.start_barriers(ref, FULL, 1, cluster=self.shared)
-        )(self.stats)
-
-    def peer(self, stats, n: int) -> lanes.Peer | None:
-        """The other CTA, for stores that barrier `n` counts there."""
-        return None if self.cta is None else lanes.Peer.of(1 - self.cta, stats, n)
-
-    def arrive(self, n: int, nbytes: int = 0) -> None:
-        """Signals that the calling lane of the producer has stored its chunks; the other CTA stores `nbytes`."""
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-        def arrive(_, ref):
-            lanes.arrive_for_stores(ref, n, nbytes)
-
-        arrive(self.stats)
-
-    def wait(self, n: int, phase) -> None:
-        """Waits for a half, or the rotary keys of a tile; `phase` counts the pairs."""
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
-        def wait(_, ref, phase):
-            lanes.wait(ref, n, phase.registers.item(), cluster=self.shared)
-
-        wait(self.stats, phase)
-
-
-@dataclass(frozen=True)
-class CopiedBarriers:
-    """Barriers of tiles that are copied.  A lane arrives twice: for the factors that it stored, and for its copies."""
-
-    stats: Any
-
-    def start(self) -> None:
-        """Initializes the barriers; all lanes of the CTA call this."""
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.start_barriers(ref, HALVES, 2))(self.stats)
-
-    def arrive(self, n: int, nbytes: int = 0) -> None:
-        """Signals that the calling lane of the producer has started the last of its copies of a half."""
-        del nbytes
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.arrive(ref, n))(self.stats)
-
-    def wait(self, n: int, phase) -> None:
-        """Waits for a half; `phase` counts the pairs."""
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
-        def wait(_, ref, phase):
-            lanes.wait(ref, n, phase.registers.item())
-
-        wait(self.stats, phase)
 
 
 def async_fence(*, interpret: bool) -> None:
@@ -528,7 +452,7 @@ class GatherTiles:
     r: Any
     stats: Any
     k_full: Any
-    """`LaneBarriers`, `CopiedBarriers` or `InterpretedBarriers`.  Barrier 2 * tile + half: that half is full; if keys
+    """`LaneBarriers`, `CopyBarriers` or `InterpretedBarriers`.  Barrier 2 * tile + half: that half is full; if keys
     are copied, the far half with the rotary keys, which otherwise have barrier HALVES + tile."""
     k_free: Any
     cta: int | None
@@ -714,7 +638,7 @@ class ConvertedTiles(GatherTiles):
             if half != tile:
                 self._wait_free(tile, half, used)
             for unit in self._own(half):
-                rows.store(unit, tile, self.k, ring[n % self._ring], scales, self.k_full)
+                rows.store(unit, tile, self.k, ring[n % self._ring], scales, self.k_full, self.cta)
                 slots = here_spread if n + self._ring < len(units) else ahead_spread
                 ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
                 n += 1

@@ -88,22 +88,22 @@ from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, KernelResults, half_columns, result_types
 from jaxkv_kernels.mosaic_gpu.gather_fp8_v4 import ExtraRefs, FP8V4Rows, FP8V4Tiles
 from jaxkv_kernels.mosaic_gpu.gather_keys import (
+    BARRIERS,
     FACTOR,
     FLAG,
     FULL,
     HALVES,
     STATS,
     ConvertedTiles,
-    CopiedBarriers,
     CopiedTiles,
     GatheredRows,
-    InterpretedBarriers,
-    LaneBarriers,
     async_fence,
 )
 from jaxkv_kernels.mosaic_gpu.interpreter.gather import InterpretedFP8V4Rows, InterpretedRows
+from jaxkv_kernels.mosaic_gpu.lane_barriers import CopyBarriers, InterpretedBarriers, LaneBarriers
 from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
+from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES
 from jaxkv_kernels.mosaic_gpu.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.device import consumer_registers, interpreting, multiprocessors
@@ -352,8 +352,10 @@ def attend(
         partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
         first_row = (group * cluster + cta) * TILE
         k_full: Any = InterpretedBarriers([one.at[3 + n] for n in range(FULL)]) if interpret else None
-        if k_full is None:
-            k_full = CopiedBarriers(stats) if copied else LaneBarriers(stats, shared=cluster > 1)
+        if copied:
+            k_full = CopyBarriers(stats, BARRIERS, HALVES, arrivals=2 * LANES)
+        elif not interpret:
+            k_full = LaneBarriers(stats, BARRIERS, FULL, shared=cluster > 1)
         k_full.start()
 
         def fetch_queries(request):
@@ -386,7 +388,7 @@ def attend(
                 k,
                 r,
                 stats,
-                k_full if cta is None else replace(k_full, cta=cta),
+                k_full,
                 k_free,
                 cta,
             )

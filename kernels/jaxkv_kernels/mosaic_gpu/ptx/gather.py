@@ -9,13 +9,12 @@ halves of a word.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
 
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
+from jaxkv_kernels.mosaic_gpu.ptx.barriers import Peer, arrive, arrive_for_copies, store_16_bytes
 from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import permuted, words
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
@@ -38,8 +37,6 @@ LINE = 128
 """Bytes of a line of the L2 cache."""
 WARP_ROWS = 16
 """Rows of a tile that a warp loads."""
-BARRIERS = 7, 32
-"""Where in `stats` the barriers of copied tiles are: a row and a column."""
 ROPE_TILE = 8 * COLUMN_TILE
 """Bytes of the rotary keys of a tile."""
 COPY = "cp.async.cg.shared.global.L2::256B [$0 + {into}], [$1 + {offset}], 16, $2;"
@@ -63,10 +60,6 @@ CONVERT_E2M1 = (
 """Eight e2m1 values of a word, times a pair of equal float16 scales, as four words of two float16 values.
 
 `even` and `odd` are the even and the odd ones of the values as e4m3."""
-STORE_PEER = (
-    "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [$0 + {offset}], {{$1, $2, $3, $4}}, [$5];"
-)
-"""Stores 16 bytes to the shared memory of another CTA, whose barrier counts them."""
 LOAD_PAIR = "ld.global.L1::evict_last.L2::256B.v2.b32 {{$0, $1}}, [$2 + {offset}];"
 
 
@@ -85,7 +78,7 @@ class Lane:
     """The position of the calling lane."""
 
     def __init__(self):
-        thread = _thread()
+        thread = arith.remui(mgpu.utils.thread_idx(), c32(THREADS))
         self.lane = arith.andi(thread, c32(31))
         self.warp = arith.shrui(thread, c32(5))
         self.in_warp = self._in_warp
@@ -271,94 +264,6 @@ def copy_rope(addresses, offset: int, ref, stage: int) -> None:
         ptx(f"cp.async.cg.shared.global.L2::128B [$0 + {into}], [$1 + {offset}], 16;", start, address)
 
 
-@dataclass(frozen=True)
-class Peer:
-    """The other CTA of a cluster of two, in whose shared memory a lane stores what it stores in its own."""
-
-    rank: int
-    """Its number in the cluster."""
-    barrier: Any
-    """The barrier, in the calling CTA, whose counterpart there counts the bytes."""
-
-    @classmethod
-    def of(cls, rank: int, stats, n: int) -> "Peer":
-        """The peer, with barrier number `n` of `stats`."""
-        return cls(rank, barrier(stats, n))
-
-    def _there(self, address) -> ir.Value:
-        return ptx(f"mapa.shared::cluster.u32 $0, $1, {self.rank};", address, result_types=i32())
-
-    def store(self, start, offset: int, values) -> None:
-        """Stores 16 bytes."""
-        ptx(STORE_PEER.format(offset=offset), self._there(start), *values, self._there(self.barrier))
-
-
-def store_16_bytes(start, offset: int, values, peer: Peer | None) -> None:
-    """Stores 16 bytes to shared memory, and to the same place of the peer's."""
-    ptx(STORE_SHARED.format(offset=offset), start, *values)
-    if peer is not None:
-        peer.store(start, offset, values)
-
-
-def barrier(ref, n: int) -> ir.Value:
-    """The address of the n-th of the 64-bit barriers in `stats`."""
-    row, column = BARRIERS
-    width = ir.MemRefType(ref.type).shape[1]
-    return at(mgpu.utils.memref_ptr(ref), c32(4 * (row * width + column) + 8 * n))
-
-
-def start_barriers(ref, count: int, arrivals: int, *, cluster: bool = False) -> None:
-    """Initializes barriers for `arrivals` by each of 128 lanes; returns once all lanes of the CTA see them.
-
-    With `cluster`, those of both CTAs do.
-    """
-    first = arith.cmpi(arith.CmpIPredicate.eq, mgpu.utils.thread_idx(), c32(0))
-    for n in range(count):
-        ptx(f"mbarrier.init.shared::cta.b64 [$0], {arrivals * THREADS};", barrier(ref, n), predicate=first)
-    if cluster:
-        ptx("fence.mbarrier_init.release.cluster;")
-        ptx("barrier.cluster.arrive.release.aligned;", convergent=True)
-        ptx("barrier.cluster.wait.acquire.aligned;", convergent=True)
-    else:
-        ptx("bar.sync 0;", convergent=True)
-
-
-def arrive(ref, n: int) -> None:
-    """Arrives twice for this lane: now, and once its copies have landed."""
-    ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", barrier(ref, n))
-    ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier(ref, n))
-
-
-def arrive_for_stores(ref, n: int, nbytes: int) -> None:
-    """Arrives once for this lane's stores.  The barrier also waits for `nbytes` that the peer stores."""
-    if nbytes:
-        first = arith.cmpi(arith.CmpIPredicate.eq, _thread(), c32(0))
-        ptx(f"mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [$0], {nbytes};", barrier(ref, n), predicate=first)
-    ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", barrier(ref, n))
-
-
-def arrive_for_copies(ref, n: int) -> None:
-    """Arrives once for this lane, once its copies have landed."""
-    ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier(ref, n))
-
-
-def _thread() -> ir.Value:
-    """The index of the calling lane in its warpgroup."""
-    return arith.remui(mgpu.utils.thread_idx(), c32(THREADS))
-
-
-def wait(ref, n: int, phase, *, cluster: bool = False) -> None:
-    """Waits until a barrier has completed for the `phase`-th time, counted from 0; `cluster`: also for the peer."""
-    scope = "acquire.cluster." if cluster else ""
-    ptx(
-        "{ .reg .pred p; .reg .b32 parity; and.b32 parity, $1, 1; again: "
-        f"mbarrier.try_wait.parity.{scope}shared::cta.b64 p, [$0], parity; @!p bra again; }}",
-        barrier(ref, n),
-        phase,
-        convergent=True,
-    )
-
-
 def load_unit(addresses, zero, unit, stored: str) -> list[tuple[ir.Value, ...]]:
     """The lane's chunks of a unit of latents; zeros, which are at `zero`, past the end of a latent."""
     chunk = Lane().e4m3_chunk if stored == "e4m3" else Lane().e2m1_chunk
@@ -532,8 +437,8 @@ def inverse_pair(factor) -> ir.Value:
     return arith.ori(inverse, arith.shli(inverse, c32(16)))
 
 
-def finish_rope(ref, stage: int, special, inverse, stats, n: int) -> None:
-    """Arrives at barrier `n` once the bf16 rotary keys that this lane copies are in shared memory.
+def finish_rope(ref, stage: int, special, inverse, barrier) -> None:
+    """Arrives at `barrier` once the bf16 rotary keys that this lane copies are in shared memory.
 
     If `special` is not 0, waits for them, and multiplies them by the inverse factors of rows.  It is the same for all
     lanes of a warp.
@@ -548,9 +453,9 @@ def finish_rope(ref, stage: int, special, inverse, stats, n: int) -> None:
             loaded = ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True)
             divided = [ptx("mul.rn.bf16x2 $0, $1, $2;", word, by, result_types=i32()) for word in loaded]
             ptx(STORE_SHARED.format(offset=offset), start, *divided)
-        arrive_for_stores(stats, n, 0)
+        arrive(barrier)
     with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, special, c32(0))):
-        arrive_for_copies(stats, n)
+        arrive_for_copies(barrier)
 
 
 def store_e4m3(
