@@ -56,7 +56,6 @@ from jaxkv_kernels.mosaic_gpu.lane_barriers import LaneBarriers
 from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
 from jaxkv_kernels.mosaic_gpu.ptx.barriers import Peer
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array
-from jaxkv_kernels.mosaic_gpu.ptx.inline import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, TILE
@@ -427,13 +426,6 @@ class GatheredRows:
     def _rows(self, kv, zero, slots, layer, limit):
         """The addresses at which the rows of a lane's slots begin."""
         return lanes.rows(self, kv, zero, word_list(slots), layer.registers.item(), limit.registers.item())
-
-
-def async_fence(*, interpret: bool) -> None:
-    """Makes visible to wgmma the values in shared memory for which the caller has waited."""
-    if interpret:
-        return
-    plgpu.inline_mgpu()(lambda _: ptx("fence.proxy.async.shared::cta;"))()
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.ptx import barriers
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES
+from jaxkv_kernels.mosaic_gpu.ptx.inline import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 PLAIN = plgpu.RefType()
@@ -49,11 +50,12 @@ class LaneBarriers:
         arrive(self.memory)
 
     def wait(self, n: int, phase) -> None:
-        """Waits for barrier `n` to complete for the `phase`-th time, counted from 0."""
+        """Waits for barrier `n` to complete for the `phase`-th time, counted from 0; wgmma may then read the memory."""
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR))
         def wait(_, ref, phase):
             barriers.wait(self.of(ref, n), phase.registers.item(), cluster=self.shared)
+            ptx("fence.proxy.async.shared::cta;")
 
         wait(self.memory, phase)
 

@@ -97,7 +97,6 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
     ConvertedTiles,
     CopiedTiles,
     GatheredRows,
-    async_fence,
 )
 from jaxkv_kernels.mosaic_gpu.interpreter.gather import InterpretedFP8V4Rows, InterpretedRows
 from jaxkv_kernels.mosaic_gpu.lane_barriers import CopyBarriers, InterpretedBarriers, LaneBarriers
@@ -431,7 +430,6 @@ def attend(
                         plgpu.barrier_wait(s_issued)
                     for half in (near, far):
                         k_full.wait(2 * side + half, phase)
-                        async_fence(interpret=interpret)
                         if rope_in_values:
                             for n in range(HALF // COLUMNS):
                                 keys = k.at[tile, half, :, pl.ds(n * COLUMNS, COLUMNS)]
@@ -441,7 +439,6 @@ def attend(
                     if not rope_in_values:
                         if rows.quantised:
                             k_full.wait(HALVES + side, phase)
-                            async_fence(interpret=interpret)
                         plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
                     if side == 0:
                         plgpu.barrier_arrive(s_issued)
