@@ -94,7 +94,7 @@ class QuantisedMLADense(MLADense):
     shares_keys = False
 
     def default_config(self, entry: MLAEntry, rows: int) -> Config:
-        return QuantisedMLADenseConfig()
+        return mla_dense.default_quantised_config(rows)
 
 
 class MLASwapAB(Schedule):

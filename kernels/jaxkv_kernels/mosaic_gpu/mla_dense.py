@@ -165,6 +165,12 @@ class MLADenseConfig:
         check_threshold(self)
 
 
+def default_quantised_config(rows: int) -> "QuantisedMLADenseConfig":
+    """The same for quantised entries.  CTAs that share a tile each convert half of it, and hold 16 registers of it."""
+    shared = -(-rows // TILE) % CTAS == 0
+    return QuantisedMLADenseConfig(producer_registers=56) if shared else QuantisedMLADenseConfig()
+
+
 def default_config(rows: int) -> MLADenseConfig:
     """The default configuration of a `decode_mla` call with `rows` rows per request.
 
@@ -716,7 +722,7 @@ class Consumer:
         return lax.cond(masked, mask, lambda s: s, s)
 
     def multiply_queries(self, q_rope, z, stage, pairs, acc):
-        """Q K' for the key tile in `stage`; `z` is an opaque zero, `acc` an accumulator, `pairs` counts earlier pairs."""
+        """Q K' for the key tile in `stage`; `z` is an opaque zero, `pairs` counts earlier pairs, `acc` accumulates."""
         memory, barriers, side = self.memory, self.barriers, self.side
         if side == 1:
             plgpu.barrier_wait(barriers.s_issued)
