@@ -214,7 +214,9 @@ class Chunks:
         def run(_, counters, step, keys, places, key, end):
             step, key, end = (x.registers.item() for x in (step, key, end))
             flags = [
-                arith.andi(arith.cmpi(arith.CmpIPredicate.eq, own, key), arith.cmpi(arith.CmpIPredicate.slt, place, end))
+                arith.andi(
+                    arith.cmpi(arith.CmpIPredicate.eq, own, key), arith.cmpi(arith.CmpIPredicate.slt, place, end)
+                )
                 for own, place in zip(elements(keys), elements(places), strict=True)
             ]
             return splat(total(counters, step, added(flags), self._warps))

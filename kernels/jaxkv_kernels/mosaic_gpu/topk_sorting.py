@@ -99,11 +99,12 @@ class Network:
         self._threads = warpgroups * LANES
         self.size = refs[0].shape[0]
         self._own_bits = (self.size // self._threads).bit_length() - 1
-        self.layout = layout(self.size // warpgroups)
+        self._of_warpgroup = self.size // warpgroups
+        self.layout = layout(self._of_warpgroup)
 
     def step(self, own: Callable[..., Any], results: int, arrays, scalars=(), refs=()) -> tuple[Any, ...]:
         """What each thread does in `own`, which returns `results` arrays."""
-        shape = plgpu.ShapeDtypeStruct(self.layout.shape, jnp.dtype(jnp.int32), layout=self.layout)
+        shape = plgpu.ShapeDtypeStruct((self._of_warpgroup,), jnp.dtype(jnp.int32), layout=self.layout)
 
         @plgpu.inline_mgpu(
             arg_types=([self.layout] * len(arrays), [SCALAR] * len(scalars), [plgpu.RefType()] * len(refs)),
@@ -154,7 +155,6 @@ class Network:
         arrays = lax.fori_loop(0, warp_steps, by_warps, arrays)
         arrays = lax.fori_loop(0, stage - warp_steps, by_lanes, arrays)
         return self.step(between_registers, len(arrays), arrays, (stage,))
-
 
     def _load(self, _, refs) -> Any:
         """Loads keys and complements of places.  Their order does not matter yet, so a warp loads consecutive elements."""
