@@ -1,8 +1,8 @@
 """The positions of the k largest logits of each row.
 
-A CTA of one warpgroup has up to CHUNK logits of a row in registers.  It searches for the k-th largest, and keeps the k
-largest in any order.  Further launches select from what the chunks of a row have kept, until that fits in a single
-chunk.  The last launch sorts its k largest.  Timeline of a CTA:
+A CTA of up to four warpgroups has up to 32,768 logits of a row in registers.  It searches for the k-th largest, and
+keeps the k largest in any order.  Further launches select from what the chunks of a row have kept, until that fits in a
+single chunk.  The last launch sorts its k largest.  Timeline of a CTA:
 
     load | count the logits at or above a guess, until there are k | collect | sort, or store what is kept
 
@@ -12,9 +12,10 @@ number of guesses.  If more logits than needed equal the k-th largest, the searc
 
 What bounds it: the latency of about ten counts (100 instructions per thread each) and, for k = 2048, of the 66 steps of
 the sorting network.
-Barriers.  Named barriers of the warpgroup, after each count and in the sort.
-Budget.  Registers: 64 logits per thread, and in later launches 64 positions.  Shared memory of the last launch: 12
-bytes per logit, for k logits rounded up to a power of two: the logit's key, its position, and a word to sort by.
+Barriers.  One of the CTA, after each count and in the sort.
+Budget.  Registers: 64 logits per thread or, in later launches, 32 and as many positions.  Shared memory of the last
+launch: 12 bytes per logit, for k logits rounded up to a power of two: the logit's key, its position, and a word to sort
+by.
 """
 
 from collections.abc import Iterator
@@ -23,17 +24,18 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.calls import SelectTopk
-from jaxkv_kernels.mosaic_gpu import topk_chunk, topk_sorting
+from jaxkv_kernels.mosaic_gpu import topk_sorting
 from jaxkv_kernels.mosaic_gpu.interpreter import topk as interpreted
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.topk_chunk import COUNTERS, EMPTY, THREADS, UNIT
+from jaxkv_kernels.mosaic_gpu.topk_chunk import COUNTERS, EMPTY, Chunks, wait_for_all
 
-CHUNK = 8192
+LOGITS, KEPT = 64, 32
+"""Logits per thread, and keys of later launches, whose positions take registers as well."""
+WARPGROUPS = 4
 MOST_SELECTED = 4096
 NOWHERE = -(2**31)
 """A place that precedes all others, even those of elements past the end of a row."""
@@ -55,22 +57,24 @@ def select_topk(call: SelectTopk) -> jax.Array:
     if not logits.size:
         return jnp.full((*leading, k), -1, jnp.int32)
     values, places, end = logits.reshape(-1, length), None, length
+    chunks = Chunks(WARPGROUPS)
     while True:
         length = values.shape[1]
-        size = min(CHUNK, -(-length // UNIT) * UNIT)
+        most = chunks.threads * (LOGITS if places is None else KEPT)
+        size = min(most, -(-length // chunks.unit) * chunks.unit)
         count = -(-length // size)
-        found = _keep(values, places, size=size, count=count, k=k, end=end)
+        found = _keep(values, places, chunks, size=size, count=count, k=k, end=end)
         if count == 1:
             return found[0].reshape(*leading, k)
         values, places = found
 
 
-def _keep(values, places, *, size, count, k, end):
+def _keep(values, places, of_gpu: Chunks, *, size, count, k, end):
     """Keys and places [rows, count * k] of the k largest of each chunk, or with one chunk sorted places [rows, k]."""
     rows, interpret = values.shape[0], bool(interpreting.value)
-    chunks = interpreted if interpret else topk_chunk
+    chunks = interpreted if interpret else of_gpu
     last = count == 1
-    sorted_size = max(THREADS, 1 << (k - 1).bit_length())
+    sorted_size = max(of_gpu.threads, 1 << (k - 1).bit_length())
 
     def body(values_ref, *refs):
         places_ref = refs[0] if places is not None else None
@@ -91,10 +95,11 @@ def _keep(values, places, *, size, count, k, end):
         refs, index, slots = (memory[:2], (), sorted_size) if last else (outs, (row, part), k)
         chunks.collect(counters, keys, at, least, before, refs, index, slots)
         if last:
-            if not interpret:
-                _barrier()
-            store_sorted = (interpreted if interpret else topk_sorting).store_sorted
-            store_sorted(memory, counters, low, high, outs[0], row, k)
+            if interpret:
+                interpreted.store_sorted(memory, outs[0], row, k)
+                return
+            plgpu.inline_mgpu()(lambda _: wait_for_all())()
+            topk_sorting.store_sorted(memory, counters, low, high, outs[0], row, k, of_gpu.warpgroups)
 
     shape = jax.ShapeDtypeStruct
     return kernel(
@@ -104,7 +109,7 @@ def _keep(values, places, *, size, count, k, end):
         out_type=[shape((rows, k), jnp.int32)] if last else [shape((rows, count * k), jnp.int32)] * 2,
         grid=(rows, count),
         grid_names=("row", "chunk"),
-        num_threads=1,
+        num_threads=1 if interpret else of_gpu.warpgroups,  # the interpreter's chunks are arrays of one thread
         thread_name="wg",
         kernel_name="select_topk",
         scratch_types=[plgpu.SMEM((COUNTERS,), jnp.int32)] + [plgpu.SMEM((sorted_size,), jnp.int32)] * (3 * last),
@@ -163,8 +168,3 @@ def _search(chunks, counters, keys, places, k: int, end: int):
 
     least, before = lax.cond(valid > k, search, lambda: (jnp.int32(EMPTY), jnp.int32(NOWHERE)))
     return least, before, jnp.maximum(least, low), high
-
-
-def _barrier() -> None:
-    """Waits for all threads of the warpgroup."""
-    plgpu.inline_mgpu()(lambda _: mgpu.utils.warpgroup_barrier())()

@@ -20,7 +20,17 @@ from jax.extend.mlir.dialects import arith
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, elements, splat
 from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
-from jaxkv_kernels.mosaic_gpu.topk_chunk import EMPTY, THREADS, element, shared, thread, total
+from jaxkv_kernels.mosaic_gpu.topk_chunk import (
+    EMPTY,
+    LANES,
+    OTHERS,
+    WARP,
+    element,
+    shared,
+    thread,
+    total,
+    wait_for_all,
+)
 
 LANE_BITS = 5
 # Two elements: the larger first, or the smaller first if the last operand is not 0.
@@ -55,8 +65,6 @@ GREATER = (
 """Whether the first pair is the larger one."""
 SHUFFLE = "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;"
 LOAD = "ld.shared.b32 $0, [$1 + {}];"
-BOUNDARY = 32
-"""The byte of the counters at which the first elements of the warps begin."""
 
 
 def layout(size: int) -> Any:
@@ -64,19 +72,19 @@ def layout(size: int) -> Any:
     return plgpu.Layout.WG_STRIDED((size,), 1)
 
 
-def store_sorted(refs, counters, low, high, out_ref, row, k: int) -> None:
+def store_sorted(refs, counters, low, high, out_ref, row, k: int, warpgroups: int) -> None:
     """Sorts keys and places in shared memory, and stores the places of the first `k` to a row; -1 for EMPTY.
 
-    `refs` are the keys, the places and memory for the words.  Their size is a power of two, at least 128.  Keys
-    that are not EMPTY are from `low` to `high`.
+    `refs` are the keys, the places and memory for the words.  Their size is a power of two, at least the threads of the
+    CTA.  Keys that are not EMPTY are from `low` to `high`.
     """
-    network = Network(refs)
-    words = network.sort(network.step(load_words, 1, (), (low, high), refs[:1]))
+    network = Network(refs, warpgroups)
+    words = network.sort(network.load_words(low, high))
     pairs = network.step(look_up, 2, words, (), refs[:2])
     wrong = network.count_wrong(pairs, counters)
-    pairs = lax.cond(wrong > 0, lambda: network.sort(network.step(load, 2, (), (), refs[:2])), lambda: pairs)
+    pairs = lax.cond(wrong > 0, lambda: network.sort(network.load()), lambda: pairs)
 
-    @plgpu.inline_mgpu(arg_types=([layout(network.size)] * 2, plgpu.RefType(), SCALAR))
+    @plgpu.inline_mgpu(arg_types=([network.layout] * 2, plgpu.RefType(), SCALAR))
     def run(_, arrays, ref, row):
         store(arrays, ref, row.registers.item(), k)
 
@@ -84,19 +92,22 @@ def store_sorted(refs, counters, low, high, out_ref, row, k: int) -> None:
 
 
 class Network:
-    """Sorts arrays in registers: one of unsigned numbers, or two of keys and complemented places."""
+    """Sorts arrays in the registers of a CTA: one of unsigned numbers, or two of keys and complemented places."""
 
-    def __init__(self, refs):
+    def __init__(self, refs, warpgroups: int):
         self._refs = refs
+        self._threads = warpgroups * LANES
         self.size = refs[0].shape[0]
-        self._own_bits = (self.size // THREADS).bit_length() - 1
+        self._own_bits = (self.size // self._threads).bit_length() - 1
+        self._of_warpgroup = self.size // warpgroups
+        self.layout = layout(self._of_warpgroup)
 
     def step(self, own: Callable[..., Any], results: int, arrays, scalars=(), refs=()) -> tuple[Any, ...]:
         """What each thread does in `own`, which returns `results` arrays."""
-        shape = plgpu.ShapeDtypeStruct((self.size,), jnp.dtype(jnp.int32), layout=layout(self.size))
+        shape = plgpu.ShapeDtypeStruct((self._of_warpgroup,), jnp.dtype(jnp.int32), layout=self.layout)
 
         @plgpu.inline_mgpu(
-            arg_types=([layout(self.size)] * len(arrays), [SCALAR] * len(scalars), [plgpu.RefType()] * len(refs)),
+            arg_types=([self.layout] * len(arrays), [SCALAR] * len(scalars), [plgpu.RefType()] * len(refs)),
             return_type=[shape] * results,
         )
         def run(_, arrays, scalars, refs):
@@ -104,15 +115,23 @@ class Network:
 
         return tuple(run(list(arrays), list(scalars), list(refs)))
 
+    def load(self) -> tuple[Any, ...]:
+        """Keys and complements of places."""
+        return self.step(self._load, 2, (), (), self._refs[:2])
+
+    def load_words(self, low, high) -> tuple[Any, ...]:
+        """A word per key."""
+        return self.step(self._load_words, 1, (), (low, high), self._refs[:1])
+
     def count_wrong(self, pairs, counters):
         """The number of pairs of neighbours that are in the wrong order."""
 
         @plgpu.inline_mgpu(
-            arg_types=([layout(self.size)] * 2, plgpu.RefType()),
+            arg_types=([self.layout] * 2, plgpu.RefType()),
             return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR),
         )
         def run(_, arrays, counters):
-            return count_wrong(arrays, counters)
+            return count_wrong(arrays, counters, self._threads)
 
         return run(list(pairs), counters)
 
@@ -128,7 +147,7 @@ class Network:
 
         def by_warps(i, arrays):
             refs = self._refs[2:] if len(arrays) == 1 else self._refs[:2]
-            return self.step(between_warps, len(arrays), arrays, (stage, stage - 1 - i), refs)
+            return self.step(self._between_warps, len(arrays), arrays, (stage, stage - 1 - i), refs)
 
         def by_lanes(i, arrays):
             return self.step(between_lanes, len(arrays), arrays, (stage, stage - warp_steps - 1 - i))
@@ -137,34 +156,56 @@ class Network:
         arrays = lax.fori_loop(0, stage - warp_steps, by_lanes, arrays)
         return self.step(between_registers, len(arrays), arrays, (stage,))
 
+    def _load(self, _, refs) -> Any:
+        """Loads keys and complements of places.  Their order does not matter yet, so a warp loads consecutive elements."""
+        keys, places = (self._load_all(ref, thread()) for ref in refs)
+        wait_for_all()
+        return _arrays([(key, arith.xori(place, c32(-1))) for key, place in zip(keys, places, strict=True)])
+
+    def _load_words(self, _, refs, low, high) -> Any:
+        """The leading bits of every key's distance from `low`, plus 1, and in the low bits its slot; 0 for EMPTY."""
+        size = refs[0].type.shape[0]
+        bits = size.bit_length() - 1
+        code = (
+            "{ .reg .pred p; .reg .b32 n, m; sub.s32 n, $2, $1; clz.b32 m, n; "
+            f"sub.s32 m, {bits}, m; max.s32 m, m, 0; shr.u32 n, n, m; add.s32 n, n, 1; shr.u32 n, n, {32 - bits}; "
+            "add.s32 $0, m, n; }"
+        )
+        shift = ptx(code, low, high, result_types=i32())
+        found = []
+        for n, key in enumerate(self._load_all(refs[0], thread())):
+            prefix = arith.addi(arith.shrui(arith.subi(key, low), shift), c32(1))
+            prefix = arith.select(arith.cmpi(arith.CmpIPredicate.eq, key, c32(EMPTY)), c32(0), prefix)
+            slot = arith.addi(thread(), c32(n * self._threads))
+            found.append((arith.ori(arith.shli(prefix, c32(bits)), slot),))
+        return _arrays(found)
+
+    def _between_warps(self, arrays, refs, stage, distance) -> Any:
+        """Exchanges with the thread whose index differs in bit `distance`, through shared memory."""
+        smaller = arith.xori(_bit(thread(), stage), _bit(thread(), distance))
+        partner = arith.xori(thread(), arith.shli(c32(1), distance))
+        elements = _elements(arrays)
+        for ref, values in zip(refs, zip(*elements, strict=True), strict=True):
+            start = element(ref, (thread(),), ref.type.shape[0])
+            for n, x in enumerate(values):
+                ptx(f"st.shared.b32 [$0 + {4 * self._threads * n}], $1;", start, x, has_side_effects=True)
+        wait_for_all()
+        others = zip(*(self._load_all(ref, partner) for ref in refs), strict=True)
+        found = [_taken(own, other, smaller) for own, other in zip(elements, others, strict=True)]
+        wait_for_all()
+        return _arrays(found)
+
+    def _load_all(self, ref, first) -> list[Any]:
+        """Every T-th element of shared memory from `first` on, with T threads."""
+        size = ref.type.shape[0]
+        start = element(ref, (first,), size)
+        return [
+            ptx(LOAD.format(4 * self._threads * n), start, result_types=i32(), has_side_effects=True)
+            for n in range(size // self._threads)
+        ]
+
 
 # What each thread does in the steps of the network.
-
-
-def load(_, refs) -> Any:
-    """Loads keys and complements of places.  Their order does not matter yet, so a warp loads consecutive elements."""
-    keys, places = (_load_all(ref, thread()) for ref in refs)
-    mgpu.utils.warpgroup_barrier()
-    return _arrays([(key, arith.xori(place, c32(-1))) for key, place in zip(keys, places, strict=True)])
-
-
-def load_words(_, refs, low, high) -> Any:
-    """The leading bits of every key's distance from `low`, plus 1, and in the low bits its slot; 0 for EMPTY."""
-    size = refs[0].type.shape[0]
-    bits = size.bit_length() - 1
-    code = (
-        "{ .reg .pred p; .reg .b32 n, m; sub.s32 n, $2, $1; clz.b32 m, n; "
-        f"sub.s32 m, {bits}, m; max.s32 m, m, 0; shr.u32 n, n, m; add.s32 n, n, 1; shr.u32 n, n, {32 - bits}; "
-        "add.s32 $0, m, n; }"
-    )
-    shift = ptx(code, low, high, result_types=i32())
-    found = []
-    for n, key in enumerate(_load_all(refs[0], thread())):
-        prefix = arith.addi(arith.shrui(arith.subi(key, low), shift), c32(1))
-        prefix = arith.select(arith.cmpi(arith.CmpIPredicate.eq, key, c32(EMPTY)), c32(0), prefix)
-        slot = arith.addi(thread(), c32(n * THREADS))
-        found.append((arith.ori(arith.shli(prefix, c32(bits)), slot),))
-    return _arrays(found)
 
 
 def look_up(arrays, refs) -> Any:
@@ -203,20 +244,22 @@ def _shuffle(way: str, x, rest: int) -> Any:
     return ptx(code, x, result_types=i32(), has_side_effects=True, convergent=True)
 
 
-def count_wrong(arrays, counters) -> Any:
+def count_wrong(arrays, counters, threads: int) -> Any:
     """The number of pairs of neighbours that are in the wrong order."""
     pairs = _elements(arrays)
-    base = arith.addi(shared(counters), c32(BOUNDARY))
+    warps = threads // WARP
+    base = arith.addi(shared(counters), c32(OTHERS))
     code = (
-        "{ .reg .pred p; .reg .b32 a, w; mov.u32 w, %tid.x; bfe.u32 w, w, 5, 2; mad.lo.s32 a, w, 8, $0; "
+        "{ .reg .pred p; .reg .b32 a, w; mov.u32 w, %tid.x; shr.u32 w, w, 5; mad.lo.s32 a, w, 8, $0; "
         "mov.u32 w, %laneid; setp.eq.b32 p, w, 0; @p st.shared.v2.b32 [a], {$1, $2}; }"
     )
     ptx(code, base, *pairs[0], has_side_effects=True)
-    mgpu.utils.warpgroup_barrier()
+    wait_for_all()
     # The last lane compares with the next warp's first element, the last of all with nothing.
     code = (
-        "{ .reg .pred p, q; .reg .b32 a, w, n, m; mov.u32 w, %tid.x; and.b32 w, w, 127; setp.eq.b32 q, w, 127; "
-        "shr.u32 w, w, 5; add.s32 w, w, 1; and.b32 w, w, 3; mad.lo.s32 a, w, 8, $2; ld.shared.v2.b32 {n, m}, [a]; "
+        f"{{ .reg .pred p, q; .reg .b32 a, w, n, m; mov.u32 w, %tid.x; setp.eq.b32 q, w, {threads - 1}; "
+        f"shr.u32 w, w, 5; add.s32 w, w, 1; and.b32 w, w, {warps - 1}; mad.lo.s32 a, w, 8, $2; "
+        "ld.shared.v2.b32 {n, m}, [a]; "
         "mov.u32 w, %laneid; setp.eq.b32 p, w, 31; selp.b32 n, n, $3, p; selp.b32 m, m, $4, p; "
         "selp.b32 $0, 0x80000000, n, q; selp.b32 $1, 0, m, q; }"
     )
@@ -225,7 +268,7 @@ def count_wrong(arrays, counters) -> Any:
     wrong = c32(0)
     for own, after in zip(pairs, [*pairs[1:], following], strict=True):
         wrong = arith.addi(wrong, ptx(GREATER, *after, *own, result_types=i32()))
-    return splat(total(counters, c32(0), wrong))
+    return splat(total(counters, c32(0), wrong, warps))
 
 
 def within_thread(arrays, _) -> Any:
@@ -253,22 +296,6 @@ def between_lanes(arrays, _, stage, distance) -> Any:
     for own in _elements(arrays):
         other = [ptx(SHUFFLE, x, mask, result_types=i32(), has_side_effects=True, convergent=True) for x in own]
         found.append(_taken(own, other, smaller))
-    return _arrays(found)
-
-
-def between_warps(arrays, refs, stage, distance) -> Any:
-    """Exchanges with the thread whose index differs in bit `distance`, through shared memory."""
-    smaller = arith.xori(_bit(thread(), stage), _bit(thread(), distance))
-    partner = arith.xori(thread(), arith.shli(c32(1), distance))
-    elements = _elements(arrays)
-    for ref, values in zip(refs, zip(*elements, strict=True), strict=True):
-        start = element(ref, (thread(),), ref.type.shape[0])
-        for n, x in enumerate(values):
-            ptx(f"st.shared.b32 [$0 + {4 * THREADS * n}], $1;", start, x, has_side_effects=True)
-    mgpu.utils.warpgroup_barrier()
-    others = zip(*(_load_all(ref, partner) for ref in refs), strict=True)
-    found = [_taken(own, other, smaller) for own, other in zip(elements, others, strict=True)]
-    mgpu.utils.warpgroup_barrier()
     return _arrays(found)
 
 
@@ -306,16 +333,6 @@ def _taken(own, other, smaller) -> Any:
     return ptx(TAKE[width], *own, *other, smaller, result_types=[i32()] * width)
 
 
-def _load_all(ref, first) -> list[Any]:
-    """Every 128th element of shared memory from `first` on."""
-    size = ref.type.shape[0]
-    start = element(ref, (first,), size)
-    return [
-        ptx(LOAD.format(4 * THREADS * n), start, result_types=i32(), has_side_effects=True)
-        for n in range(size // THREADS)
-    ]
-
-
 def _bit(x, n) -> Any:
     return arith.andi(arith.shrui(x, n), c32(1))
 
@@ -327,4 +344,4 @@ def _elements(arrays) -> list[Any]:
 
 def _arrays(rows) -> list[Any]:
     columns = [*zip(*rows, strict=True)]
-    return [array([[word] for word in column], layout(len(column) * THREADS)) for column in columns]
+    return [array([[word] for word in column], layout(len(column) * LANES)) for column in columns]

@@ -67,9 +67,8 @@ def collect(counters, keys, places, least, end, refs, index, slots: int) -> None
             ref[...] = found
 
 
-def store_sorted(refs, counters, low, high, out_ref, row, k: int) -> None:
+def store_sorted(refs, out_ref, row, k: int) -> None:
     """Sorts keys and places, and stores the places of the first `k` to a row; -1 for EMPTY."""
-    del counters, low, high
     keys, places = (ref[...] for ref in refs[:2])
     order = jnp.lexsort((places, ~keys))
     out_ref[row] = jnp.where(keys[order] == EMPTY, -1, places[order])[:k]
