@@ -124,7 +124,7 @@ class QuantisedMLASwapAB(Schedule):
         return quantised_swap_ab.mla_reasons(call)
 
     def attend(self, call: DecodeMLA, queries, config, *, interpret: bool) -> KernelResults:
-        return quantised_swap_ab.attend(call, queries, config, interpret=interpret)
+        return quantised_swap_ab.attend(call, call.plan, queries, config, interpret=interpret)
 
 
 class GQA(Schedule):
@@ -154,7 +154,7 @@ class QuantisedGQA(Schedule):
         return quantised_swap_ab.gqa_reasons(call, rows, SWAP_AB_ROWS)
 
     def attend(self, call: DecodeKV, queries, config, *, interpret: bool) -> KernelResults:
-        return quantised_swap_ab.attend(call, queries, config, interpret=interpret)
+        return quantised_swap_ab.attend(call, call.plan, queries, config, interpret=interpret)
 
 
 def schedule_of(entry: MLAEntry | KVEntry, rows: int) -> Schedule:

@@ -36,8 +36,8 @@ class LaneBarriers:
 
         start(self.memory)
 
-    def of(self, ref, n: int):
-        """The address of a barrier, for inline PTX; `ref` is `memory` there."""
+    def of(self, ref, n):
+        """The address of a barrier, for inline PTX, where `ref` is `memory`, and `n` an int or a register."""
         return barriers.barrier(ref, self.place, n)
 
     def arrive(self, n: int, nbytes: int = 0) -> None:
@@ -58,6 +58,15 @@ class LaneBarriers:
             ptx("fence.proxy.async.shared::cta;")
 
         wait(self.memory, phase)
+
+    def wait_for_copies(self, n, phase) -> None:
+        """The same for what bulk copies bring, where `n` is traced."""
+
+        @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR, SCALAR))
+        def wait(_, ref, n, phase):
+            barriers.wait(self.of(ref, n.registers.item()), phase.registers.item())
+
+        wait(self.memory, n, phase)
 
 
 class CopyBarriers(LaneBarriers):

@@ -83,6 +83,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.addressing import Pages, lengths_in_table, slots_for, table_tokens
 from jaxkv_kernels.calls import DecodeCall, DecodeMLA, DecodeMLASparse, PlanDecode, max_logits_reasons
 from jaxkv_kernels.formats.entries import MLAEntry
+from jaxkv_kernels.mosaic_gpu import quantised_swap_ab
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, query_dtype
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, KernelResults, half_columns, result_types
@@ -103,6 +104,8 @@ from jaxkv_kernels.mosaic_gpu.lane_barriers import CopyBarriers, InterpretedBarr
 from jaxkv_kernels.mosaic_gpu.layout_reasons import steps, unaligned
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES
+from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedSwapABConfig
+from jaxkv_kernels.mosaic_gpu.quantised_tiles import N
 from jaxkv_kernels.mosaic_gpu.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.device import consumer_registers, interpreting, multiprocessors
@@ -225,9 +228,14 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
     """Out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     batch, tokens, heads, _ = call.q_latent.shape
     size, lengths = _listed(call)
-    config = config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads)
+    config: SparseConfig | QuantisedSwapABConfig
+    if swaps_operands(call):
+        config, step, run = configuration(QuantisedSwapABConfig()), TILE, _attend_few_heads
+    else:
+        config = config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads)
+        step, run = PAIR, _attend_and_combine
     plan_of = partial(
-        plan_slots, size=size, heads=heads, costs=config.split_costs, batch_invariant=call.batch_invariant
+        plan_slots, size=size, heads=heads, step=step, costs=config.split_costs, batch_invariant=call.batch_invariant
     )
     if lengths is None:
         with jax.ensure_compile_time_eval():
@@ -235,7 +243,32 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
             plan = replace(plan, whole=not bool((plan.split_requests[:, 0] >= 0).any()))
     else:
         plan = plan_of(lengths.reshape(-1), by_kernel=not interpreting.value)
-    return _attend_and_combine(call, plan, config=config, interpret=bool(interpreting.value))
+    return run(call, plan, config=config, interpret=bool(interpreting.value))
+
+
+def swaps_operands(call: DecodeMLASparse) -> bool:
+    """Whether a call has so few heads that the kernel of few rows runs it (`quantised_swap_ab.py`).
+
+    Tiles of 64 heads would be mostly empty.  That kernel has neither sinks nor other formats of latents.
+    """
+    return call.q_latent.shape[2] <= N and call.entry.format in ("fp8", "fp8_ds_mla") and call.sinks is None
+
+
+@partial(jax.jit, static_argnames=("config", "interpret"))
+def _attend_few_heads(
+    call: DecodeMLASparse, plan: Plan, *, config: QuantisedSwapABConfig, interpret: bool
+) -> tuple[jax.Array, jax.Array]:
+    """The results of a call that `swaps_operands`, by a plan in which each query token is a request."""
+    batch, tokens, heads, latent = call.q_latent.shape
+    requests = batch * tokens
+    pad = ((0, 0), (0, -heads % 8), (0, 0))  # queries are loaded in tiles of 8 rows
+    queries = [jnp.pad(q.reshape(requests, heads, -1), pad) for q in (call.q_latent, call.q_pe)]
+    by_request = replace(call, slots=call.slots.reshape(requests, -1))
+    results = quantised_swap_ab.attend(by_request, plan, queries, config, interpret=interpret)
+    out, lse = results.out, results.lse
+    if not plan.whole:
+        out, lse = combine(results, plan, rows=heads, interpret=interpret)
+    return out[:, :heads].reshape(batch, tokens, heads, latent), lse[:, :heads].reshape(batch, tokens, heads)
 
 
 def _listed(call: DecodeMLASparse) -> tuple[int, jax.Array | None]:

@@ -278,9 +278,16 @@ def make_plan(
 
 
 def plan_slots(
-    counts, *, size: int, heads: int, costs: SplitCosts, batch_invariant: bool, by_kernel: bool = False
+    counts,
+    *,
+    size: int,
+    heads: int,
+    costs: SplitCosts,
+    batch_invariant: bool,
+    step: int = PAIR,
+    by_kernel: bool = False,
 ) -> Plan:
-    """The schedule of query tokens with `counts` [N] slots each, at most `size`."""
+    """The schedule of query tokens with `counts` [N] slots each, at most `size`, in steps of `step` slots."""
     partitions = most_partitions(-(-heads // TILE))
     # The kernel masks slots, so the plan only sees a table of one valid block per request.
     table = jnp.zeros((counts.size, 1), jnp.int32)
@@ -291,7 +298,7 @@ def plan_slots(
         tokens=1,
         block_size=size,
         num_blocks=None,
-        step=PAIR,
+        step=step,
         costs=costs,
         batch_invariant=batch_invariant,
         by_kernel=by_kernel,

@@ -31,7 +31,7 @@ from jaxkv_kernels.mosaic_gpu import topk_sorting
 from jaxkv_kernels.mosaic_gpu.interpreter import topk as interpreted
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.topk_chunk import COUNTERS, EMPTY, Chunks, wait_for_all
+from jaxkv_kernels.mosaic_gpu.topk_chunk import COUNTERS, EMPTY, VECTOR, Chunks, wait_for_all
 
 LOGITS, KEPT = 64, 32
 """Logits per thread, and keys of later launches, whose positions take registers as well."""
@@ -60,7 +60,8 @@ def select_topk(call: SelectTopk) -> jax.Array:
     chunks = Chunks(WARPGROUPS)
     while True:
         length = values.shape[1]
-        most = chunks.threads * (LOGITS if places is None else KEPT)
+        # Registers of positions, or of the addresses of unaligned logits, which are loaded one by one.
+        most = chunks.threads * (LOGITS if places is None and length % VECTOR == 0 else KEPT)
         size = min(most, -(-length // chunks.unit) * chunks.unit)
         count = -(-length // size)
         found = _keep(values, places, chunks, size=size, count=count, k=k, end=end)

@@ -172,7 +172,7 @@ class Chunks:
 
     @staticmethod
     def between(low, high, share) -> Any:
-        """The key of the value at fraction `share` between the values of `low` and `high`; EMPTY if that is not finite."""
+        """The key of the value at fraction `share` from the value of `low` to that of `high`; EMPTY if not finite."""
 
         @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, SCALAR), return_type=_NUMBER)
         def run(_, low, high, share):

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
@@ -157,7 +156,7 @@ class Network:
         return self.step(between_registers, len(arrays), arrays, (stage,))
 
     def _load(self, _, refs) -> Any:
-        """Loads keys and complements of places.  Their order does not matter yet, so a warp loads consecutive elements."""
+        """Loads keys and complements of places.  The order does not matter yet: a warp loads consecutive elements."""
         keys, places = (self._load_all(ref, thread()) for ref in refs)
         wait_for_all()
         return _arrays([(key, arith.xori(place, c32(-1))) for key, place in zip(keys, places, strict=True)])

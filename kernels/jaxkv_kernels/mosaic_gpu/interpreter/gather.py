@@ -105,6 +105,10 @@ class InterpretedRows(GatheredRows):
         half, column = divmod(first, HALF)
         k_ref[stage, half, :, pl.ds(column, self.line_values)] = values
 
+    def entries(self, kv_ref, slots, layer, limit, nbytes):
+        """Whole entries, bytes [64, nbytes]; zeros of masked ones."""
+        return self._bytes(kv_ref, slots, layer, limit, 0, nbytes)
+
     def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes):
         """Bytes of each slot's entry; zeros of masked ones."""
         valid = (slots >= 0) & (slots < limit)

@@ -21,11 +21,15 @@ STORE_PEER = (
 """Stores 16 bytes to the shared memory of another CTA, whose barrier counts them."""
 
 
-def barrier(ref, place: tuple[int, int], n: int) -> ir.Value:
-    """The address of the n-th of the barriers that begin at row and column `place` of `ref`; the column is even."""
+def barrier(ref, place: tuple[int, int], n) -> ir.Value:
+    """The address of the n-th of the barriers that begin at row and column `place` of `ref`; the column is even.
+
+    `n` is an int, or a register.
+    """
     row, column = place
-    width = ir.MemRefType(ref.type).shape[1]
-    return at(mgpu.utils.memref_ptr(ref), c32(4 * (row * width + column) + 8 * n))
+    first = 4 * (row * ir.MemRefType(ref.type).shape[1] + column)
+    offset = c32(first + 8 * n) if isinstance(n, int) else arith.addi(c32(first), arith.shli(n, c32(3)))
+    return at(mgpu.utils.memref_ptr(ref), offset)
 
 
 def start(barriers: list[ir.Value], arrivals: int, *, cluster: bool) -> None:
