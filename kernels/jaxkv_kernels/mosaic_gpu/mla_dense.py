@@ -616,12 +616,12 @@ class Consumer:
         self.scale = operands.scale[0] * LOG2E
         lax.fori_loop(self.work.first, self.work.end, self.work_tile, (self.work.tile, self.tiles.start_pairs()))
 
-    def work_tile(self, n, carry: tuple[WorkTile, Any]) -> tuple[WorkTile, Any]:
+    def work_tile(self, n, state: tuple[WorkTile, Any]) -> tuple[WorkTile, Any]:
         """Attends to the keys of a work tile and stores the result; returns the next work tile.
 
-        The numbers in `carry` and in the result count pairs; None if no barrier needs to know.
+        The numbers in `state` and in the result count pairs; None if no barrier needs to know.
         """
-        kernel, side, (tile, pairs) = self.kernel, self.side, carry
+        kernel, side, (tile, pairs) = self.kernel, self.side, state
         next_tile = self.cta.load_tile(n + 1)  # the loads proceed while this one is computed
         ends, unmasked = masks.seen_tokens(tile, self.work.in_cache, PAIR, kernel.call.window)
         queries = self.tiles.load_queries(side, self.scale, self.value_scale)
