@@ -2,7 +2,7 @@
 
 A CTA of up to four warpgroups has up to 32,768 logits of a row in registers.  It searches for the k-th largest, and
 keeps the k largest in any order.  Further launches select from what the chunks of a row have kept, until that fits in a
-single chunk.  The last launch sorts its k largest.  Timeline of a CTA:
+single chunk.  The last launch sorts its k largest, and looks up their slots.  Timeline of a CTA:
 
     load | count the logits at or above a guess, until there are k | collect | sort, or store what is kept
 
@@ -31,7 +31,7 @@ from jaxkv_kernels.mosaic_gpu import topk_sorting
 from jaxkv_kernels.mosaic_gpu.interpreter import topk as interpreted
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.topk_chunk import COUNTERS, EMPTY, VECTOR, Chunks, wait_for_all
+from jaxkv_kernels.mosaic_gpu.topk_chunk import COUNTERS, EMPTY, VECTOR, BlockTables, Chunks, wait_for_all
 
 LOGITS, KEPT = 64, 32
 """Logits per thread, and keys of later launches, whose positions take registers as well."""
@@ -51,11 +51,14 @@ def unsupported_reasons(call: SelectTopk) -> Iterator[str]:
 
 @jax.jit
 def select_topk(call: SelectTopk) -> jax.Array:
-    """Maps logits [..., N] to int32 positions [..., k], largest first, equal logits by position; -1 for -inf."""
+    """Positions or slots, int32 [..., k]: those of the largest logits first, equal ones by position; -1 for -inf."""
     logits, k = call.logits, call.k
     *leading, length = logits.shape
     if not logits.size:
         return jnp.full((*leading, k), -1, jnp.int32)
+    tables = None
+    if call.block_tables is not None and call.block_size is not None:
+        tables = BlockTables(call.block_tables, call.block_size, rows=leading[-1])
     values, places, end = logits.reshape(-1, length), None, length
     chunks = Chunks(WARPGROUPS)
     while True:
@@ -64,22 +67,28 @@ def select_topk(call: SelectTopk) -> jax.Array:
         most = chunks.threads * (LOGITS if places is None and length % VECTOR == 0 else KEPT)
         size = min(most, -(-length // chunks.unit) * chunks.unit)
         count = -(-length // size)
-        found = _keep(values, places, chunks, size=size, count=count, k=k, end=end)
+        found = _keep(values, places, tables, chunks, size=size, count=count, k=k, end=end)
         if count == 1:
             return found[0].reshape(*leading, k)
         values, places = found
 
 
-def _keep(values, places, of_gpu: Chunks, *, size, count, k, end):
-    """Keys and places [rows, count * k] of the k largest of each chunk, or with one chunk sorted places [rows, k]."""
+def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, count, k, end):
+    """Keys and places [rows, count * k] of the k largest of each chunk, or with one chunk sorted places [rows, k].
+
+    With `tables`, these are the slots of the places.
+    """
     rows, interpret = values.shape[0], bool(interpreting.value)
     chunks = interpreted if interpret else of_gpu
     last = count == 1
+    looks_up = last and tables is not None
     sorted_size = max(of_gpu.threads, 1 << (k - 1).bit_length())
 
     def body(values_ref, *refs):
         places_ref = refs[0] if places is not None else None
         refs = refs[places is not None :]
+        table_ref = refs[0] if looks_up else None
+        refs = refs[looks_up:]
         outs, (counters, *memory) = (refs[:1], refs[1:]) if last else (refs[:2], refs[2:])
         # Only the next launch reads what this one keeps.  With many CTAs, an early start would make CTAs of both share
         # multiprocessors.
@@ -96,11 +105,12 @@ def _keep(values, places, of_gpu: Chunks, *, size, count, k, end):
         refs, index, slots = (memory[:2], (), sorted_size) if last else (outs, (row, part), k)
         chunks.collect(counters, keys, at, least, before, refs, index, slots)
         if last:
+            slots = None if tables is None else tables._replace(array=table_ref)
             if interpret:
-                interpreted.store_sorted(memory, outs[0], row, k)
+                interpreted.store_sorted(memory, outs[0], row, k, slots)
                 return
             plgpu.inline_mgpu()(lambda _: wait_for_all())()
-            topk_sorting.store_sorted(memory, counters, low, high, outs[0], row, k, of_gpu.warpgroups)
+            topk_sorting.store_sorted(memory, counters, low, high, outs[0], row, k, slots, of_gpu.warpgroups)
 
     shape = jax.ShapeDtypeStruct
     return kernel(
@@ -114,7 +124,7 @@ def _keep(values, places, of_gpu: Chunks, *, size, count, k, end):
         thread_name="wg",
         kernel_name="select_topk",
         scratch_types=[plgpu.SMEM((COUNTERS,), jnp.int32)] + [plgpu.SMEM((sorted_size,), jnp.int32)] * (3 * last),
-    )(values, *([] if places is None else [places]))
+    )(values, *([] if places is None else [places]), *([tables.array] if looks_up else []))
 
 
 def _search(chunks, counters, keys, places, k: int, end: int):

@@ -8,7 +8,7 @@ interpreter.
 
 from dataclasses import dataclass
 from itertools import batched
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -38,6 +38,16 @@ KEY = (
 )
 """The key of a float32 value.  Adding 0 turns -0 into 0."""
 _NUMBER: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
+
+
+class BlockTables(NamedTuple):
+    """Tables in which the slots of places are looked up."""
+
+    array: Any
+    """int32 [B, M]; in a kernel, a reference to it."""
+    block_size: int
+    rows: int
+    """Rows of logits per request."""
 
 
 def layout(size: int) -> Any:

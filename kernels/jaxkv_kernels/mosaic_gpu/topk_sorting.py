@@ -14,6 +14,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, elements, splat
@@ -24,6 +25,7 @@ from jaxkv_kernels.mosaic_gpu.topk_chunk import (
     LANES,
     OTHERS,
     WARP,
+    BlockTables,
     element,
     shared,
     thread,
@@ -71,8 +73,10 @@ def layout(size: int) -> Any:
     return plgpu.Layout.WG_STRIDED((size,), 1)
 
 
-def store_sorted(refs, counters, low, high, out_ref, row, k: int, warpgroups: int) -> None:
+def store_sorted(refs, counters, low, high, out_ref, row, k: int, tables: BlockTables | None, warpgroups: int) -> None:
     """Sorts keys and places in shared memory, and stores the places of the first `k` to a row; -1 for EMPTY.
+
+    With `tables`, stores the slots of the places.
 
     `refs` are the keys, the places and memory for the words.  Their size is a power of two, at least the threads of the
     CTA.  Keys that are not EMPTY are from `low` to `high`.
@@ -83,11 +87,14 @@ def store_sorted(refs, counters, low, high, out_ref, row, k: int, warpgroups: in
     wrong = network.count_wrong(pairs, counters)
     pairs = lax.cond(wrong > 0, lambda: network.sort(network.load()), lambda: pairs)
 
-    @plgpu.inline_mgpu(arg_types=([network.layout] * 2, plgpu.RefType(), SCALAR))
-    def run(_, arrays, ref, row):
-        store(arrays, ref, row.registers.item(), k)
+    table_refs = [] if tables is None else [tables.array]
 
-    run(list(pairs), out_ref, row)
+    @plgpu.inline_mgpu(arg_types=([network.layout] * 2, plgpu.RefType(), [plgpu.RefType()] * len(table_refs), SCALAR))
+    def run(_, arrays, ref, table_refs, row):
+        own = None if tables is None else tables._replace(array=table_refs[0])
+        store(arrays, ref, row.registers.item(), k, own)
+
+    run(list(pairs), out_ref, table_refs, row)
 
 
 class Network:
@@ -298,16 +305,32 @@ def between_lanes(arrays, _, stage, distance) -> Any:
     return _arrays(found)
 
 
-def store(arrays, ref, row, k: int) -> None:
-    """Stores the places of the first k elements."""
+def store(arrays, ref, row, k: int, tables: BlockTables | None) -> None:
+    """Stores the places of the first k elements, or their slots."""
     pairs = _elements(arrays)
     first = arith.muli(thread(), c32(len(pairs)))
     start = element(ref, (row, first), k)
     for n, (key, place) in enumerate(pairs):
         empty = arith.cmpi(arith.CmpIPredicate.eq, key, c32(EMPTY))
         place = arith.select(empty, c32(-1), arith.xori(place, c32(-1)))
+        if tables is not None:
+            place = slot_of(tables, row, place)
         inside = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(first, c32(n)), c32(k))
         ptx(f"st.global.b32 [$0 + {4 * n}], $1;", start, place, predicate=inside)
+
+
+def slot_of(tables: BlockTables, row, place) -> Any:
+    """The slot of a place of a row of logits; -1 for places below 0 or past the table, and blocks without slots."""
+    table, block_size = tables.array, tables.block_size
+    columns = ir.MemRefType(table.type).shape[1]
+    column = arith.divui(place, c32(block_size))  # large for places below 0
+    inside = arith.cmpi(arith.CmpIPredicate.ult, column, c32(columns))
+    address = element(table, (arith.divui(row, c32(tables.rows)), column), columns)
+    load = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
+    block = ptx(load, address, arith.extui(i32(), inside), result_types=i32(), has_side_effects=True)
+    slot = arith.addi(arith.muli(block, c32(block_size)), arith.remui(place, c32(block_size)))
+    known = arith.cmpi(arith.CmpIPredicate.ult, block, c32(2**31 // block_size))
+    return arith.select(known, slot, c32(-1))
 
 
 def _registers(elements: list[Any], stage: int, bits: int, direction) -> None:

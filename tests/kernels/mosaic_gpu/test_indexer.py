@@ -116,6 +116,9 @@ class TestInterpreted(Mosaic, suites.IndexerChecks):
         logits[0, 100:] = -np.inf
         self.check_topk(logits.astype(np.float32), 100)
 
+    def test_select_topk_returns_slots(self):
+        suites.Indexer.test_select_topk_returns_slots(self, 40, 16)
+
     test_select_topk_ranks_nan_first = suites.Indexer.test_select_topk_ranks_nan_first
     test_select_topk_orders_subnormal_logits = suites.Indexer.test_select_topk_orders_subnormal_logits
     test_blocks_outside_the_cache = suites.Indexer.test_blocks_outside_the_cache_are_not_seen
@@ -155,7 +158,7 @@ def test_lowers_for_hopper(keys, dtype, tokens, order, block_size):
 )
 def test_select_topk_lowers_for_hopper(length, k, launches):
     def select(logits):
-        return kernels.run(MosaicGPU(), "select_topk", logits=logits, k=k)
+        return kernels.run(MosaicGPU(), "select_topk", logits=logits, k=k, block_tables=None, block_size=None)
 
     traced = jax.jit(select).trace(jax.ShapeDtypeStruct((3, 2, length), jnp.float32))
     assert len(kernel_operands(traced.lower(lowering_platforms=("cuda",)).as_text())) == launches

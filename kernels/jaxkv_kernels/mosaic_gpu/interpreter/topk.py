@@ -4,8 +4,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.formats.bits import ordered_bits
-from jaxkv_kernels.mosaic_gpu.topk_chunk import EMPTY, NAN
+from jaxkv_kernels.mosaic_gpu.topk_chunk import EMPTY, NAN, BlockTables
 
 
 def load(ref, row, first, size: int, *, logits: bool):
@@ -67,8 +68,12 @@ def collect(counters, keys, places, least, end, refs, index, slots: int) -> None
             ref[...] = found
 
 
-def store_sorted(refs, out_ref, row, k: int) -> None:
-    """Sorts keys and places, and stores the places of the first `k` to a row; -1 for EMPTY."""
+def store_sorted(refs, out_ref, row, k: int, tables: BlockTables | None) -> None:
+    """Sorts keys and places, and stores the places of the first `k` to a row, or their slots; -1 for EMPTY."""
     keys, places = (ref[...] for ref in refs[:2])
     order = jnp.lexsort((places, ~keys))
-    out_ref[row] = jnp.where(keys[order] == EMPTY, -1, places[order])[:k]
+    found = jnp.where(keys[order] == EMPTY, -1, places[order])[:k]
+    if tables is not None:
+        table = tables.array[...][row // tables.rows]
+        found = slots_for(table[None], found[None], block_size=tables.block_size)[0]
+    out_ref[row] = found
