@@ -72,7 +72,7 @@ Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + st
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -341,349 +341,538 @@ def attend(
     `extra` are the slots [N, K'] of a second cache, whose tiles follow those of `slots`.  The plan counts slots as if
     `slots` were whole pairs of tiles.  Of these, the first `counts` [N] are used, or all.
     """
-    batch, heads, latent = call.q_latent.shape
-    tiles = -(-heads // TILE)
-    cluster = CTAS if shares_tiles(call.entry.format, tiles) else 1
-    rope_in_values = isinstance(rows, FP8V4Rows)
-    copied = not (rows.quantised or interpret)  # the interpreter's loader stores tiles instead
-    width = latent + call.q_pe.shape[-1] if rope_in_values else latent
-    stored = min(heads, TILE)  # rows of a tile in arrays with one value per row: TMA does not clip copies to them
-    dtype, k_dtype = call.q_latent.dtype, rows.latent_dtype
-    kv_scales = [] if call.kv_scale is None else [jnp.reshape(call.kv_scale, (1,))]
-    sink_arrays, count_arrays = ([] if x is None else [x] for x in (call.sinks, call.counts))
-    extra_arrays = []
-    if call.extra is not None:
-        extra_arrays = [rows.buffer(call.extra.buffer), call.extra.slots, jnp.reshape(call.extra.layer, (1,))]
-    softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
+    return MLASparse(call, plan, rows, config, interpret=interpret).run()
 
-    def body(*refs, **scratch):
-        (
-            q_ref, qr_ref, kv_ref, zero_ref, slot_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref,
-            split_requests_ref, *optional_refs, out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
-        ) = refs  # fmt: skip
-        kv_scale_refs, sink_refs, count_refs, extra_refs = _divided(
-            optional_refs, kv_scales, sink_arrays, count_arrays, extra_arrays
+
+class ExtraOperands(NamedTuple):
+    """The arrays of a second cache."""
+
+    kv: Any
+    slots: Any
+    layer: Any
+    """int32 [1]."""
+
+
+class Operands(NamedTuple):
+    """The arrays that the kernel reads; in the kernel, references to them."""
+
+    q: Any
+    """Queries [N, heads, R]."""
+    qr: Any
+    """Rotary queries [N, heads, P]."""
+    kv: Any
+    """The cache."""
+    zeros: Any
+    """See `GatheredRows.zeros`."""
+    slots: Any
+    """int32 [N, K]."""
+    layer: Any
+    """int32 [1]."""
+    scale: Any
+    """The softmax scale, float32 [1]."""
+    partitions: Any
+    """Of the plan, like the next two."""
+    work_tiles: Any
+    split_requests: Any
+    kv_scale: Any
+    """float32 [1], or None."""
+    sinks: Any
+    """float32 [heads rounded up to 64], or None."""
+    counts: Any
+    """int32 [N], or None."""
+    extra: ExtraOperands | None
+
+
+class Memory(NamedTuple):
+    """Shared memory: operands of the products, and the places where queries land and results are staged."""
+
+    q: Any
+    """Queries [2, 64, 256], by halves, or [8, 64, 64] if rotary parts are their last columns."""
+    qr: Any
+    """Rotary queries [64, 64]; None if they are in `q`."""
+    k: Any
+    """Keys [2, 2, 64, 256]: key tiles, halves."""
+    r: Any
+    """Rotary keys [2, 64, 64]: key tiles; None if they are in `k`."""
+    q_in: Any
+    """`q` in the dtype of queries."""
+    qr_in: Any
+    """`qr` in the dtype of queries."""
+    results: Any
+    """`k` in the dtype of results."""
+    p: Any
+    """Weights [64, 64], of both tiles in turn."""
+    stats: Any
+    """float32 [STATS, 64]."""
+    register_operands: Any
+    """Register operands of wgmma [2, 64, 64], which the interpreter needs in shared memory; None on a GPU."""
+
+
+class Barriers(NamedTuple):
+    """The barriers of the table at the head of this file."""
+
+    q_full: Any
+    q_free: Any
+    k_full: Any
+    """`LaneBarriers`, `CopyBarriers` or `InterpretedBarriers`: halves 2t + h and, with HALVES + t, rotary keys."""
+    k_free: Any
+    s_issued: Any
+    p_ready: Any
+    both: Any
+
+    def wait_for_both(self) -> None:
+        """Called by both consumers; returns when both have called it."""
+        plgpu.barrier_arrive(self.both)
+        plgpu.barrier_wait(self.both)
+
+
+class MLASparse:
+    """The kernel for calls of these shapes: its sizes, its memory, and its launch."""
+
+    def __init__(self, call: DecodeMLASparse, plan: Plan, rows, config: SparseConfig, *, interpret: bool):
+        self.call, self.plan, self.rows, self.config, self.interpret = call, plan, rows, config, interpret
+        self.batch, self.heads, self.latent = call.q_latent.shape
+        self.tiles = -(-self.heads // TILE)
+        self.cluster = CTAS if shares_tiles(call.entry.format, self.tiles) else 1
+        self.rope_in_values = isinstance(rows, FP8V4Rows)
+        self.width = self.latent + call.q_pe.shape[-1] if self.rope_in_values else self.latent
+        # Rows of a tile in arrays with one value per row: TMA does not clip copies to them.
+        self.stored = min(self.heads, TILE)
+        self.dtype, self.k_dtype = call.q_latent.dtype, rows.latent_dtype
+        self.softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
+
+    def run(self) -> KernelResults:
+        """Launches a cluster per partition of the plan and group of tiles of heads."""
+        (results,) = kernel(
+            self.cta,
+            interpret=self.interpret,
+            auto_barriers=False,
+            out_type=(self.result_types(),),
+            grid=(self.tiles // self.cluster, self.plan.num_partitions),
+            grid_names=("group", "partition"),
+            cluster=(self.cluster,),
+            cluster_names=("cta",),
+            num_threads=3,
+            thread_name="wg",
+            kernel_name="decode_mla_sparse",
+            scratch_types=self.scratch_types(),
+        )(self.operands())
+        return results
+
+    def operands(self) -> Operands:
+        """The arrays that the kernel reads."""
+        call, plan, extra = self.call, self.plan, self.call.extra
+        if extra is not None:
+            extra = ExtraOperands(self.rows.buffer(extra.buffer), extra.slots, jnp.reshape(extra.layer, (1,)))
+        return Operands(
+            q=call.q_latent,
+            qr=call.q_pe,
+            kv=self.rows.buffer(call.buffer),
+            zeros=self.rows.zeros(),
+            slots=call.slots,
+            layer=jnp.reshape(call.layer, (1,)),
+            scale=jnp.reshape(call.scale, (1,)),
+            partitions=plan.partitions,
+            work_tiles=plan.work_tiles,
+            split_requests=plan.split_requests,
+            kv_scale=None if call.kv_scale is None else jnp.reshape(call.kv_scale, (1,)),
+            sinks=call.sinks,
+            counts=call.counts,
+            extra=extra,
         )
-        p, stats = scratch["p"], scratch["stats"]
-        q_full = scratch["q_full"]
-        # Barriers with equal numbers of arrivals share an array: their addresses and phases take fewer registers.
-        one, two = scratch["one_arrives"], scratch["two_arrive"]
-        k_free = [scratch["k_free"].at[n] for n in range(HALVES)]
-        s_issued, *p_ready = (one.at[n] for n in range(3))
-        q_free, both = (two.at[n] for n in range(2))
 
-        # Two views of the same memory: in the dtype that is multiplied, and in the dtype of queries and results.
-        def views(name: str, own) -> tuple[Any, Any]:
-            memory: Any = scratch.get(name)
-            return (memory, memory) if own == dtype else tuple(memory)
-
-        (q, q_in), (k, stages), (qr, qr_in) = views("q", k_dtype), views("k", k_dtype), views("qr", rows.rope_dtype)
-        r: Any = scratch.get("r")  # without `qr` and `r`, rotary parts are in `q` and `k`
-        if not plan.whole:  # otherwise the next kernel may be one of XLA's, instead of `combine`
-            pdl_launch_dependents(split_requests_ref, interpret=interpret)
-        partition, group, cta, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
-        first_row = (group * cluster + cta) * TILE
-        k_full: Any = InterpretedBarriers([one.at[3 + n] for n in range(FULL)]) if interpret else None
-        if copied:
-            k_full = CopyBarriers(stats, BARRIERS, HALVES, arrivals=2 * LANES)
-        elif not interpret:
-            k_full = LaneBarriers(stats, BARRIERS, FULL, shared=cluster > 1)
-        k_full.start()
-
-        def fetch_queries(request):
-            if rope_in_values:
-                for n in range(width // COLUMNS):
-                    ref, first = (q_ref, n * COLUMNS) if n * COLUMNS < latent else (qr_ref, n * COLUMNS - latent)
-                    some = ref.at[request, pl.ds(first_row, TILE), pl.ds(first, COLUMNS)]
-                    plgpu.copy_gmem_to_smem(some, q_in.at[n], q_full)
-                return
-            for half in range(2):
-                columns = half_columns(half, latent, request)
-                plgpu.copy_gmem_to_smem(q_ref.at[request, pl.ds(first_row, TILE), columns], q_in.at[half], q_full)
-            plgpu.copy_gmem_to_smem(qr_ref.at[request, pl.ds(first_row, TILE)], qr_in, q_full)
-
-        def producer(cta: int | None):
-            """`cta` is the number of this CTA in the cluster; None if CTAs do not share tiles."""
-            plgpu.set_max_registers(config.producer_registers, action="decrease")
-            first, end, first_tile = load_work_range(partitions_ref, partition)
-            gather_tiles: Any = ConvertedTiles if rows.quantised else CopiedTiles
-            if rope_in_values:
-                extra_kv = ExtraRefs(extra_refs[0], extra_refs[1], extra_refs[2][0]) if extra_refs else None
-                gather_tiles = partial(FP8V4Tiles, extra=extra_kv, count_ref=count_refs[0] if count_refs else None)
-            gather = gather_tiles(
-                rows,
-                config.prefetch,
-                config.units_ahead,
-                kv_ref,
-                zero_ref,
-                slot_ref,
-                k,
-                r,
-                stats,
-                k_full,
-                k_free,
-                cta,
-            )
-            load_tile = partial(load_work_tile, work_tiles_ref)
-            gather.run(layer_ref[0], first, end, first_tile, load_tile, q_free, fetch_queries)
-
-        def consumer(side):
-            operand = scratch["operands"].at[side] if interpret else None
-
-            def wait_for_both():
-                plgpu.barrier_arrive(both)
-                plgpu.barrier_wait(both)
-
-            plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
-            first, end, first_tile = load_work_range(partitions_ref, partition)
-            results = KernelResults(out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref)
-            value_scale = kv_scale_refs[0][0] if kv_scale_refs else None
-            epilogue = HalvesEpilogue(results, stats, wait_for_both, softmax, first_row, stored, value_scale)
-            scale = scale_ref[0] * LOG2E
-            if value_scale is not None:
-                scale *= value_scale
-
-            def load_sinks(ref):
-                return plgpu.load(ref.at[pl.ds(first_row, TILE)], layout=ROW, optimized=False) * LOG2E
-
-            def scale_queries():
-                """Converts the queries to float16, if necessary; returns the factor of the scores of each row."""
-                if dtype == k_dtype:
-                    return filled(ROW, 1.0, TILE) * scale
-                return fit_queries(side, (q_in, q), (qr_in, qr), stats, Q_MAX, wait_for_both) * scale
-
-            def scores(row_scale, i, phase, last):
-                """Scores of this side's tile plus logarithms of factors, and a function that sums its weights."""
-                z = opaque_zero(i)
-                tile = z + side
-                near, far = side, 1 - side
-
-                def product(acc):
-                    if side == 1:
-                        plgpu.barrier_wait(s_issued)
-                    for half in (near, far):
-                        k_full.wait(2 * side + half, phase)
-                        if rope_in_values:
-                            for n in range(HALF // COLUMNS):
-                                keys = k.at[tile, half, :, pl.ds(n * COLUMNS, COLUMNS)]
-                                plgpu.wgmma(acc, q.at[z + (half * HALF // COLUMNS + n)], keys.transpose((1, 0)))
-                        else:
-                            plgpu.wgmma(acc, q.at[z + half], k.at[tile, half].transpose((1, 0)))
-                    if not rope_in_values:
-                        if rows.quantised:
-                            k_full.wait(HALVES + side, phase)
-                        plgpu.wgmma(acc, qr, r.at[tile].transpose((1, 0)))
-                    if side == 0:
-                        plgpu.barrier_arrive(s_issued)
-                    return acc[...]
-
-                s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * over_columns(row_scale, TILE)
-
-                @pl.when(i == last)
-                def _():
-                    plgpu.barrier_arrive(q_free)  # the producer may fetch the next request's queries
-
-                flags = [stats[FLAG, 4 * side + warp] for warp in range(4)]
-                special = flags[0] + flags[1] + flags[2] + flags[3] > 0
-
-                def load_factors():
-                    return plgpu.load(stats.at[FACTOR + side], layout=COLUMN)
-
-                def multiply_factors(s):
-                    return s * over_rows(jnp.abs(load_factors()), TILE)
-
-                def add_logarithms(s):
-                    factors = load_factors()
-                    masked = over_rows(factors, TILE) < 0
-                    return jnp.where(masked, MASKED, s + over_rows(jnp.log2(jnp.abs(factors)), TILE))
-
-                if call.logit_cap is None:
-                    s = lax.cond(special, lambda s: add_logarithms(multiply_factors(s)), lambda s: s, s)
-                else:
-                    s = cap_scores(lax.cond(special, multiply_factors, lambda s: s, s), call.logit_cap)
-                    s = lax.cond(special, add_logarithms, lambda s: s, s)
-
-                def row_sums(w):
-                    """Sums per lane of weights without their factors."""
-                    return lax.cond(
-                        special,
-                        lambda w: fold_columns(jnp.add, w * over_rows(1 / jnp.abs(load_factors()), TILE)),
-                        partial(fold_columns, jnp.add),
-                        w,
-                    )
-
-                return s, row_sums
-
-            def share_max(running_max):
-                stats[0] = running_max
-
-            def weights(s, running_max, row_sums):
-                w = softmax.weights(s, running_max)
-                return w.astype(k_dtype), row_sums(w)
-
-            def share_weights(w16, t):
-                """Shares the weights of a tile with the other consumer."""
-                p[...] = w16
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(p_ready[t])
-
-            def add_values(weights, i, t, acc, meanwhile=None):
-                """acc + weights @ (this side's half of a tile's values), and what `meanwhile` returned."""
-                z = opaque_zero(i)
-                return multiply_add(acc, weights, k.at[z + t, z + side], meanwhile, scratch=operand)
-
-            def pair0(row_scale, last, pairs_before, i, carry):
-                acc, old_max, row_sum = carry
-                s, row_sums = scores(row_scale, i, pairs_before + i, last)
-                max0 = softmax.update_max(s, old_max, share_max)
-                w16, added = weights(s, max0, row_sums)
-                share_weights(w16, 0)
-                acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
-                acc, _ = add_values(w16, i, 0, acc)
-                plgpu.barrier_arrive(k_free[0])
-                plgpu.barrier_wait(p_ready[1])
-                max1 = plgpu.load(stats.at[0], layout=ROW)
-                acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + added)
-                acc, _ = add_values(p, i, 1, acc)
-
-                @pl.when(i != last)
-                def _():
-                    plgpu.barrier_arrive(k_free[2])
-
-                return acc, max1, row_sum
-
-            def pair1(row_scale, last, pairs_before, i, carry):
-                acc, old_max, row_sum = carry
-                s, row_sums = scores(row_scale, i, pairs_before + i, last)
-                plgpu.barrier_wait(p_ready[0])
-                max0 = plgpu.load(stats.at[0], layout=ROW)
-                acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
-
-                def softmax_of_tile_1():
-                    max1 = softmax.update_max(s, max0, share_max)
-                    return max1, *weights(s, max1, row_sums)
-
-                acc, (max1, w16, added) = add_values(p, i, 0, acc, meanwhile=softmax_of_tile_1)
-                plgpu.barrier_arrive(k_free[1])
-                acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
-                acc, _ = add_values(w16, i, 1, acc, meanwhile=partial(share_weights, w16, 1))
-
-                @pl.when(i != last)
-                def _():
-                    plgpu.barrier_arrive(k_free[3])
-
-                return acc, max1, row_sum + added
-
-            step = (pair0, pair1)[side]
-
-            def run(n, state: tuple[WorkTile, Any]):
-                tile, pairs_before = state  # pairs_before: pairs before this work tile
-                ahead = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
-                request, begin, end, split = tile.request, tile.begin, tile.end, tile.split
-                plgpu.barrier_wait(q_full)
-                row_scale = scale_queries()
-                last = end - 1
-                if side == 0:
-                    stats[0] = softmax.empty_max(TILE)
-                carry = zeros(TILE, HALF), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
-                acc, running_max, row_sum = lax.fori_loop(
-                    begin, end, partial(step, row_scale, last, pairs_before - begin), carry
-                )
-
-                stage = stages.at[opaque_zero(last) + 1, side]
-                own_sinks = [partial(load_sinks, ref) for ref in sink_refs]
-                epilogue.store(side, acc, row_sum, running_max, request, split, stage, *own_sinks)
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                plgpu.barrier_arrive(k_free[2 + side])
-                return ahead, pairs_before + (end - begin)
-
-            lax.fori_loop(first, end, run, (first_tile, jnp.int32(0)))
-
-        def produce():
-            if cluster == 1 or interpret:  # the interpreter's CTAs each convert whole tiles
-                producer(None)
-            else:  # a program for each: where its units lie is then part of the instructions
-                lax.cond(cta == 0, partial(producer, 0), partial(producer, 1))
-
-        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
-        lax.cond(wg == 2, produce, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
-
-    def viewed(*shape, own_dtype=k_dtype):
-        """Shared memory with two views: in the dtype that is multiplied, and in the dtype of queries and results."""
-        own = swizzled(*shape, dtype=own_dtype)
-        if dtype == own_dtype:
-            return own
-        views = own, swizzled(*shape, dtype=dtype)
-        # The interpreter reports any two accesses to a union through different views as a race.
-        return views if interpret else plgpu.RefUnion(*views)
-
-    rotary = {}
-    if isinstance(rows, GatheredRows):
-        rotary["qr"] = viewed(TILE, ROPE, own_dtype=rows.rope_dtype)
-        rotary["r"] = swizzled(2, TILE, ROPE, dtype=rows.rope_dtype)
-    results = kernel(
-        body,
-        interpret=interpret,
-        auto_barriers=False,
-        out_type=result_types(
-            (batch,),
-            plan.max_splits,
-            dtype,
-            rows=heads,
-            width=width,
+    def result_types(self) -> KernelResults:
+        """Shapes and dtypes of the results."""
+        return result_types(
+            (self.batch,),
+            self.plan.max_splits,
+            self.dtype,
+            rows=self.heads,
+            width=self.width,
             split_width=LATENT,
-            lse=(tiles - 1) * TILE + stored,
-            split_lse=tiles * TILE,
+            lse=(self.tiles - 1) * TILE + self.stored,
+            split_lse=self.tiles * TILE,
             scales=2,
-        ),
-        grid=(tiles // cluster, plan.num_partitions),
-        grid_names=("group", "partition"),
-        cluster=(cluster,),
-        cluster_names=("cta",),
-        num_threads=3,
-        thread_name="wg",
-        kernel_name="decode_mla_sparse",
-        scratch_types={
-            "q": viewed(width // COLUMNS, TILE, COLUMNS) if rope_in_values else viewed(2, TILE, HALF),
+        )
+
+    def scratch_types(self) -> dict[str, Any]:
+        """Shared memory and barriers.
+
+        "q", "qr" and "k" are two views of the same memory, unless their dtype is that of queries and results.  Barriers
+        with equal numbers of arrivals share an array: their addresses and phases take fewer registers.
+        """
+        width, k_dtype = self.width, self.k_dtype
+
+        def viewed(*shape, own_dtype=k_dtype):
+            own = swizzled(*shape, dtype=own_dtype)
+            if self.dtype == own_dtype:
+                return own
+            views = own, swizzled(*shape, dtype=self.dtype)
+            # The interpreter reports any two accesses to a union through different views as a race.
+            return views if self.interpret else plgpu.RefUnion(*views)
+
+        rotary = {}
+        if isinstance(self.rows, GatheredRows):
+            rotary["qr"] = viewed(TILE, ROPE, own_dtype=self.rows.rope_dtype)
+            rotary["r"] = swizzled(2, TILE, ROPE, dtype=self.rows.rope_dtype)
+        k_free: Any = plgpu.Barrier(num_barriers=HALVES)
+        if self.cluster > 1:
+            k_free = plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=HALVES)
+        return {
+            "q": viewed(width // COLUMNS, TILE, COLUMNS) if self.rope_in_values else viewed(2, TILE, HALF),
             "k": viewed(2, 2, TILE, HALF),
             **rotary,
             "p": swizzled(TILE, TILE, dtype=k_dtype),
             "stats": plgpu.SMEM((STATS, TILE), jnp.float32),
-            "q_full": plgpu.Barrier(num_arrivals=width // COLUMNS if rope_in_values else 3),
-            "one_arrives": plgpu.Barrier(num_barriers=3 + FULL if interpret else 3),
-            "k_free": plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=HALVES)
-            if cluster > 1
-            else plgpu.Barrier(num_barriers=HALVES),
+            "q_full": plgpu.Barrier(num_arrivals=width // COLUMNS if self.rope_in_values else 3),
+            "one_arrives": plgpu.Barrier(num_barriers=3 + FULL if self.interpret else 3),
+            "k_free": k_free,
             "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),
             # The interpreter needs register operands of wgmma in shared memory.
-            **({"operands": swizzled(2, TILE, TILE, dtype=k_dtype)} if interpret else {}),
-        },
-    )(
-        call.q_latent,
-        call.q_pe,
-        rows.buffer(call.buffer),
-        rows.zeros(),
-        call.slots,
-        jnp.reshape(call.layer, (1,)),
-        jnp.reshape(call.scale, (1,)),
-        plan.partitions,
-        plan.work_tiles,
-        plan.split_requests,
-        *kv_scales,
-        *sink_arrays,
-        *count_arrays,
-        *extra_arrays,
-    )
-    return KernelResults(*results)
+            **({"register_operands": swizzled(2, TILE, TILE, dtype=k_dtype)} if self.interpret else {}),
+        }
+
+    def memory(self, scratch: dict[str, Any]) -> Memory:
+        """The shared memory of `scratch_types`, by name and view."""
+
+        def views(name: str, own) -> tuple[Any, Any]:
+            memory: Any = scratch.get(name)
+            return (memory, memory) if own == self.dtype else tuple(memory)
+
+        (q, q_in), (k, results) = views("q", self.k_dtype), views("k", self.k_dtype)
+        qr, qr_in = views("qr", self.rows.rope_dtype)
+        return Memory(
+            q=q, qr=qr, k=k, r=scratch.get("r"), q_in=q_in, qr_in=qr_in, results=results, p=scratch["p"],
+            stats=scratch["stats"], register_operands=scratch.get("register_operands"),
+        )  # fmt: skip
+
+    def barriers(self, scratch: dict[str, Any]) -> Barriers:
+        """The barriers of `scratch_types` and of `stats`."""
+        one, two, stats = scratch["one_arrives"], scratch["two_arrive"], scratch["stats"]
+        k_free = [scratch["k_free"].at[n] for n in range(HALVES)]
+        s_issued, *p_ready = (one.at[n] for n in range(3))
+        q_free, both = (two.at[n] for n in range(2))
+        k_full: Any = LaneBarriers(stats, BARRIERS, FULL, shared=self.cluster > 1)
+        if self.interpret:
+            k_full = InterpretedBarriers([one.at[3 + n] for n in range(FULL)])
+        elif not self.rows.quantised:
+            k_full = CopyBarriers(stats, BARRIERS, HALVES, arrivals=2 * LANES)
+        return Barriers(scratch["q_full"], q_free, k_full, k_free, s_issued, p_ready, both)
+
+    def cta(self, operands: Operands, results: KernelResults, **scratch) -> None:
+        """What a CTA runs."""
+        memory, barriers = self.memory(scratch), self.barriers(scratch)
+        if not self.plan.whole:  # otherwise the next kernel may be one of XLA's, instead of `combine`
+            pdl_launch_dependents(operands.split_requests, interpret=self.interpret)
+        partition, group, rank, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
+        cta = CTA(self, operands, memory, barriers, partition, (group * self.cluster + rank) * TILE)
+        barriers.k_full.start()
+
+        def produce():
+            if self.cluster == 1 or self.interpret:  # the interpreter's CTAs each convert whole tiles
+                Producer(cta, None).run()
+            else:  # a program for each: where its units lie is then part of the instructions
+                lax.cond(rank == 0, Producer(cta, 0).run, Producer(cta, 1).run)
+
+        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
+        consumers = [Consumer(cta, side, results) for side in range(2)]
+        lax.cond(wg == 2, produce, lambda: lax.cond(wg == 0, *(consumer.run for consumer in consumers)))
 
 
-def _divided(refs, *arrays) -> list[Any]:
-    """References, in lists as long as those of the arrays that they are for."""
-    lists, refs = [], list(refs)
-    for some in arrays:
-        lists.append(refs[: len(some)])
-        refs = refs[len(some) :]
-    return lists
+@dataclass(frozen=True)
+class CTA:
+    """What producer and consumers of a CTA share."""
+
+    kernel: MLASparse
+    operands: Operands
+    memory: Memory
+    barriers: Barriers
+    partition: Any
+    first_row: Any
+    """The first row of its tile of heads."""
+
+    def load_work(self) -> tuple[Any, Any, WorkTile]:
+        """The index of the first work tile of this CTA, that after the last, and the first one."""
+        return load_work_range(self.operands.partitions, self.partition)
+
+    def load_tile(self, n) -> WorkTile:
+        """The n-th work tile."""
+        return load_work_tile(self.operands.work_tiles, n)
+
+
+class Producer:
+    """The warpgroup that gathers keys, and has queries fetched; `gather_keys.py` has its loop over tiles."""
+
+    def __init__(self, cta: CTA, rank: int | None):
+        self.cta, self.kernel = cta, cta.kernel
+        self.rank = rank
+        """The number of this CTA in its cluster; None if CTAs do not share tiles."""
+
+    def run(self) -> None:
+        """Walks the work tiles of the CTA."""
+        plgpu.set_max_registers(self.kernel.config.producer_registers, action="decrease")
+        first, end, first_tile = self.cta.load_work()
+        tiles = self.tiles()
+        layer, q_free = self.cta.operands.layer[0], self.cta.barriers.q_free
+        tiles.run(layer, first, end, first_tile, self.cta.load_tile, q_free, self.fetch_queries)
+
+    def tiles(self) -> ConvertedTiles | CopiedTiles | FP8V4Tiles:
+        """The gathered tiles: where they come from, where they go, and their barriers."""
+        kernel, operands, memory, barriers = self.kernel, self.cta.operands, self.cta.memory, self.cta.barriers
+        fields: dict[str, Any] = {
+            "rows": kernel.rows,
+            "prefetch": kernel.config.prefetch,
+            "units_ahead": kernel.config.units_ahead,
+            "kv_ref": operands.kv,
+            "zero_ref": operands.zeros,
+            "slot_ref": operands.slots,
+            "k": memory.k,
+            "r": memory.r,
+            "stats": memory.stats,
+            "k_full": barriers.k_full,
+            "k_free": barriers.k_free,
+            "cta": self.rank,
+        }
+        if not kernel.rope_in_values:
+            return (ConvertedTiles if kernel.rows.quantised else CopiedTiles)(**fields)
+        extra = operands.extra
+        if extra is not None:
+            extra = ExtraRefs(extra.kv, extra.slots, extra.layer[0])
+        return FP8V4Tiles(**fields, extra=extra, count_ref=operands.counts)
+
+    def fetch_queries(self, request) -> None:
+        """Starts the copies of the queries of a request."""
+        kernel, operands, memory, full = self.kernel, self.cta.operands, self.cta.memory, self.cta.barriers.q_full
+        rows = pl.ds(self.cta.first_row, TILE)
+        if kernel.rope_in_values:
+            for n in range(kernel.width // COLUMNS):
+                of_latent = n * COLUMNS < kernel.latent
+                ref, first = (operands.q, n * COLUMNS) if of_latent else (operands.qr, n * COLUMNS - kernel.latent)
+                plgpu.copy_gmem_to_smem(ref.at[request, rows, pl.ds(first, COLUMNS)], memory.q_in.at[n], full)
+            return
+        for half in range(2):
+            columns = half_columns(half, kernel.latent, request)
+            plgpu.copy_gmem_to_smem(operands.q.at[request, rows, columns], memory.q_in.at[half], full)
+        plgpu.copy_gmem_to_smem(operands.qr.at[request, rows], memory.qr_in, full)
+
+
+class Walk(NamedTuple):
+    """What the pairs of a work tile have in common."""
+
+    row_scale: Any
+    """The factor of the scores of each row, in base 2."""
+    last: Any
+    """The last pair."""
+    pairs_before: Any
+    """Pairs of earlier work tiles, minus the first pair of this one."""
+
+
+class Consumer:
+    """Consumer `side` of two: it computes the scores of key tile `side` of each pair, and half `side` of the output."""
+
+    def __init__(self, cta: CTA, side: int, results: KernelResults):
+        self.cta, self.side, self.results, self.kernel = cta, side, results, cta.kernel
+        self.memory, self.barriers, self.softmax = cta.memory, cta.barriers, cta.kernel.softmax
+        self.scratch = self.memory.register_operands.at[side] if self.kernel.interpret else None
+        # Set by `run`, since they are loaded.
+        self.scale: Any
+        self.value_scale: Any
+
+    def run(self) -> None:
+        """Walks the work tiles of the CTA."""
+        plgpu.set_max_registers(consumer_registers(self.kernel.config.producer_registers), action="increase")
+        first, end, first_tile = self.cta.load_work()
+        operands = self.cta.operands
+        self.value_scale = None if operands.kv_scale is None else operands.kv_scale[0]
+        self.scale = operands.scale[0] * LOG2E
+        if self.value_scale is not None:
+            self.scale *= self.value_scale
+        lax.fori_loop(first, end, self.work_tile, (first_tile, jnp.int32(0)))
+
+    def work_tile(self, n, state: tuple[WorkTile, Any]) -> tuple[WorkTile, Any]:
+        """Attends to the keys of a work tile and stores the result; returns the next one.  The numbers count pairs."""
+        tile, pairs_before = state
+        ahead = self.cta.load_tile(n + 1)  # the loads proceed while this one is computed
+        request, begin, end, split = tile.request, tile.begin, tile.end, tile.split
+        plgpu.barrier_wait(self.barriers.q_full)
+        row_scale = self.scale_queries()
+        last = end - 1
+        if self.side == 0:
+            self.share_max(self.softmax.empty_max(TILE))
+        carry = zeros(TILE, HALF), self.softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
+        walk = Walk(row_scale, last, pairs_before - begin)
+        acc, running_max, row_sum = lax.fori_loop(begin, end, partial(self.pair, walk), carry)
+        self.store(walk, request, split, acc, running_max, row_sum)
+        return ahead, pairs_before + (end - begin)
+
+    def scale_queries(self):
+        """Converts the queries to float16, if necessary; returns the factor of the scores of each row."""
+        kernel, memory = self.kernel, self.memory
+        if kernel.dtype == kernel.k_dtype:
+            return filled(ROW, 1.0, TILE) * self.scale
+        latent, rope = (memory.q_in, memory.q), (memory.qr_in, memory.qr)
+        return fit_queries(self.side, latent, rope, memory.stats, Q_MAX, self.barriers.wait_for_both) * self.scale
+
+    def pair(self, walk: Walk, i, carry):
+        """Attends to a pair of key tiles: the column of this consumer in the timeline."""
+        return (self.pair_of_consumer_0, self.pair_of_consumer_1)[self.side](walk, i, *carry)
+
+    def pair_of_consumer_0(self, walk: Walk, i, acc, old_max, row_sum):
+        """S0, P0, and the left half of the values: O0 += P0 K0 left + P1 K1 left."""
+        barriers, softmax = self.barriers, self.softmax
+        s0, factors = self.scores(walk, i)
+        max0 = softmax.update_max(s0, old_max, self.share_max)
+        p0, sum0 = self.weights(s0, max0, factors)
+        self.share_weights(p0, 0)
+        acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
+        acc, _ = self.add_values(p0, i, 0, acc)
+        plgpu.barrier_arrive(barriers.k_free[0])
+
+        plgpu.barrier_wait(barriers.p_ready[1])
+        max1 = self.shared_max()
+        acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + sum0)
+        acc, _ = self.add_values(self.memory.p, i, 1, acc)
+        pl.when(i != walk.last)(lambda: plgpu.barrier_arrive(barriers.k_free[2]))
+        return acc, max1, row_sum
+
+    def pair_of_consumer_1(self, walk: Walk, i, acc, old_max, row_sum):
+        """S1, P1, and the right half of the values: O1 += P0 K0 right + P1 K1 right."""
+        barriers, softmax = self.barriers, self.softmax
+        s1, factors = self.scores(walk, i)
+        plgpu.barrier_wait(barriers.p_ready[0])
+        max0 = self.shared_max()
+        acc, row_sum = softmax.rescale(old_max, max0, acc, row_sum)
+
+        def softmax_of_tile_1():
+            max1 = softmax.update_max(s1, max0, self.share_max)
+            return max1, *self.weights(s1, max1, factors)
+
+        acc, (max1, p1, sum1) = self.add_values(self.memory.p, i, 0, acc, meanwhile=softmax_of_tile_1)
+        plgpu.barrier_arrive(barriers.k_free[1])
+        acc, row_sum = softmax.rescale(max0, max1, acc, row_sum)
+        acc, _ = self.add_values(p1, i, 1, acc, meanwhile=partial(self.share_weights, p1, 1))
+        pl.when(i != walk.last)(lambda: plgpu.barrier_arrive(barriers.k_free[3]))
+        return acc, max1, row_sum + sum1
+
+    def scores(self, walk: Walk, i):
+        """S of this consumer's key tile, plus logarithms of factors, and the `Factors` of its keys."""
+        phase = walk.pairs_before + i
+        z = opaque_zero(i)
+        product = partial(self.multiply_queries, z, z + self.side, phase)
+        s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * over_columns(walk.row_scale, TILE)
+        # The producer may fetch the next request's queries.
+        pl.when(i == walk.last)(lambda: plgpu.barrier_arrive(self.barriers.q_free))
+        factors = Factors.of(self.memory.stats, self.side)
+        return factors.apply(s, self.kernel.call.logit_cap), factors
+
+    def multiply_queries(self, z, tile, phase, acc):
+        """Q K' for key tile `tile`; `z` is an opaque zero, `phase` counts earlier pairs, `acc` accumulates."""
+        kernel, memory, barriers, side = self.kernel, self.memory, self.barriers, self.side
+        if side == 1:
+            plgpu.barrier_wait(barriers.s_issued)
+        for half in (side, 1 - side):  # in the order in which they are stored
+            barriers.k_full.wait(2 * side + half, phase)
+            if kernel.rope_in_values:
+                for n in range(HALF // COLUMNS):
+                    keys = memory.k.at[tile, half, :, pl.ds(n * COLUMNS, COLUMNS)]
+                    plgpu.wgmma(acc, memory.q.at[z + (half * HALF // COLUMNS + n)], keys.transpose((1, 0)))
+            else:
+                plgpu.wgmma(acc, memory.q.at[z + half], memory.k.at[tile, half].transpose((1, 0)))
+        if not kernel.rope_in_values:
+            if kernel.rows.quantised:
+                barriers.k_full.wait(HALVES + side, phase)
+            plgpu.wgmma(acc, memory.qr, memory.r.at[tile].transpose((1, 0)))
+        if side == 0:
+            plgpu.barrier_arrive(barriers.s_issued)
+        return acc[...]
+
+    def weights(self, s, running_max, factors: "Factors"):
+        """P of a tile, and its row sums per lane."""
+        w = self.softmax.weights(s, running_max)
+        return w.astype(self.kernel.k_dtype), factors.row_sums(w)
+
+    def share_weights(self, p, t: int) -> None:
+        """Passes P of key tile `t` to the other consumer."""
+        self.memory.p[...] = p
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(self.barriers.p_ready[t])
+
+    def share_max(self, running_max) -> None:
+        """Passes the running max to the other consumer, with the weights that are shared next."""
+        self.memory.stats[0] = running_max
+
+    def shared_max(self):
+        """The running max that the other consumer has passed."""
+        return plgpu.load(self.memory.stats.at[0], layout=ROW)
+
+    def add_values(self, p, i, t: int, acc, meanwhile=None):
+        """O + P V for this side's half of key tile `t`, and what `meanwhile` returned."""
+        z = opaque_zero(i)
+        return multiply_add(acc, p, self.memory.k.at[z + t, z + self.side], meanwhile, scratch=self.scratch)
+
+    def store(self, walk: Walk, request, split, acc, running_max, row_sum) -> None:
+        """Stores this side's half of a result, staged in K1, which is free once TMA has read it."""
+        kernel, memory, barriers = self.kernel, self.memory, self.barriers
+        stage = memory.results.at[opaque_zero(walk.last) + 1, self.side]
+        epilogue = HalvesEpilogue(
+            self.results, memory.stats, barriers.wait_for_both, self.softmax, self.cta.first_row, kernel.stored,
+            self.value_scale,
+        )  # fmt: skip
+        load_sinks = None if self.cta.operands.sinks is None else self.load_sinks
+        epilogue.store(self.side, acc, row_sum, running_max, request, split, stage, load_sinks)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.barrier_arrive(barriers.k_free[2 + self.side])
+
+    def load_sinks(self):
+        """The sinks of the rows, in base 2."""
+        rows = self.cta.operands.sinks.at[pl.ds(self.cta.first_row, TILE)]
+        return plgpu.load(rows, layout=ROW, optimized=False) * LOG2E
+
+
+@dataclass(frozen=True)
+class Factors:
+    """The factors of the keys of a tile, which are nearly always 1; every step that needs them skips a tile of ones."""
+
+    stats: Any
+    side: int
+    special: Any
+    """Whether some key has another one."""
+
+    @classmethod
+    def of(cls, stats, side: int) -> "Factors":
+        """Those of tile `side`."""
+        flags = [stats[FLAG, 4 * side + warp] for warp in range(4)]
+        return cls(stats, side, flags[0] + flags[1] + flags[2] + flags[3] > 0)
+
+    def load(self):
+        """One per key; negative for masked keys."""
+        return plgpu.load(self.stats.at[FACTOR + self.side], layout=COLUMN)
+
+    def apply(self, s, logit_cap: float | None):
+        """Scores times factors, capped, plus the logarithms of factors; those of masked keys masked."""
+        if logit_cap is None:
+            return lax.cond(self.special, lambda s: self.add_logarithms(self.multiply(s)), lambda s: s, s)
+        s = cap_scores(lax.cond(self.special, self.multiply, lambda s: s, s), logit_cap)
+        return lax.cond(self.special, self.add_logarithms, lambda s: s, s)
+
+    def multiply(self, s):
+        """Scores times the factors of keys."""
+        return s * over_rows(jnp.abs(self.load()), TILE)
+
+    def add_logarithms(self, s):
+        """Scores plus the logarithms of factors; those of masked keys masked."""
+        factors = self.load()
+        masked = over_rows(factors, TILE) < 0
+        return jnp.where(masked, MASKED, s + over_rows(jnp.log2(jnp.abs(factors)), TILE))
+
+    def row_sums(self, w):
+        """Sums per lane of weights without their factors."""
+        return lax.cond(
+            self.special,
+            lambda w: fold_columns(jnp.add, w * over_rows(1 / jnp.abs(self.load()), TILE)),
+            partial(fold_columns, jnp.add),
+            w,
+        )
 
 
 def decode_by_slots(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
