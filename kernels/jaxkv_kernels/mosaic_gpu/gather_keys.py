@@ -31,6 +31,10 @@ Tiles of quantised entries are stored unit by unit.  Loads run ahead of stores b
 or work tile to the next: while a unit is converted and stored, the next ones are being loaded.  Scales are loaded a
 tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
 
+If two CTAs share tiles (`GatherTiles.cta`), each loads and converts half of the units, and stores these to the shared
+memory of both: its own by ordinary stores, that of the other by stores that the other's barrier counts (`st.async`).
+Slots, scales, factors and rotary keys are not shared: each CTA loads its own.
+
 Barriers.  Consumers wait for half a tile of keys, which the producer's lanes store or copy to shared memory.  Copies
 (`cp.async`) are asynchronous.  A lane therefore requests an arrival, which takes effect once its copies have
 landed (`cp.async.mbarrier.arrive`).  Pallas has no such arrivals, so these barriers are words of `stats`

@@ -69,6 +69,8 @@ KiB = 225 KiB of 227.  Registers: 240 per lane for consumers, 24 for the produce
 Quantised entries (`fp8`).  The stored bytes of half a tile take half the shared memory of its float16 values.  TMA
 copies them to the first half of that memory, and the producer converts them to float16 in place
 (`E4M3Tiles.convert`): it waits for k_landed and arrives k_full, in the order in which the consumers use the halves.
+In a cluster, whose CTAs need the same keys, each fetches and converts 32 of the 64 rows of a tile, and stores them to
+the shared memory of both; k_full then also counts the bytes that the other CTA stores (`lane_barriers.py`).
 The timeline of the consumers is the same.  `E4M3Tiles` has all differences from `PlainTiles`, which leave enough
 registers for the producer:
 
@@ -80,7 +82,7 @@ registers for the producer:
 - The rotary keys are converted with the first half of their tile.  Its k_full covers them, so there is no r_full.
 - The single scale of all entries is part of the softmax scale, and also multiplies the result.
 Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
-lane for consumers and 72 for the producer.
+lane for consumers and 72 for the producer, in a cluster 224 and 56.
 """
 
 from collections.abc import Iterator, Sequence

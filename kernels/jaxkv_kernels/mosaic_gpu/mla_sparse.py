@@ -8,7 +8,11 @@ slot adds 4 bytes to the 352 to 656 of each token.  Several query tokens of a re
 a window, a query token has the slots of the tokens in it only.
 
 Work.  A tile is 64 heads of a query token by 64 keys (slots).  A CTA owns one tile of heads and walks its partition of
-the plan: work tiles, each a range of pairs of key tiles of a query token.
+the plan: work tiles, each a range of pairs of key tiles of a query token.  If keys are converted, and a query token has
+an even number of tiles of heads (65 to 128 heads, say), two CTAs form a cluster, because both need the same keys: each
+converts a part of every key tile, and stores it to the shared memory of both.
+
+With up to 16 heads, `fp8` and `fp8_ds_mla` entries run in the kernel of few rows instead (`swaps_operands`).
 
 Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup holds half of the output O,
 64 x 256 float32 in 128 registers per lane.  Time runs downwards; `->` names the barrier that a line waits for.
@@ -25,7 +29,8 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
                       -> k_free[3], [2]  O0 += P1 K1 left  -> p_ready[1]
                                            arrives k_free[2]
 
-This is the order of `mla_dense.py`.  Copies arrive at k_full when they land, while the producer goes on to the next
+The columns are `GatherTiles.run` with `_fetch_pair` (`gather_keys.py`), `Consumer.pair_of_consumer_0` and
+`Consumer.pair_of_consumer_1`.  This is the order of `mla_dense.py`.  Copies arrive at k_full when they land, while the producer goes on to the next
 half.
 
 For `fp8_v4` entries, V is the whole entry, RoPE included: K = V (`gather_fp8_v4.py`).  Their rotary parts are the last
@@ -35,7 +40,8 @@ concern them.  Their slots may be in two caches, of which the second one's tiles
 Tiles of quantised entries are not copied: they pass through registers of the producer, which converts them.  Its loads
 run ahead of its stores, also from one tile or work tile to the next (`gather_keys.py`), so that the values of a half
 are in registers when k_free completes.  Rotary keys of `fp8_ds_mla` entries are copied; the copies start before K0 left
-is stored.  Rotary keys of `fp8` entries are loaded before K0 left is stored, and converted and stored after K0 right.
+is stored, and the producer does not wait for them.  Rotary keys of `fp8` entries are loaded before K0 left is stored,
+and converted and stored after K0 right.
 
 P0 and P1 use the same shared memory.  The rotary queries stay in shared memory: the registers that hold them in
 `mla_dense.py` belong to the producer here.
@@ -52,11 +58,13 @@ those of masked keys only.
 Barriers.
     q_full           the queries have landed
     q_free           both consumers have multiplied with the queries for the last time
-    k_full[2t + h]   half h of key tile t is in shared memory.  The half that is stored first also covers the factors,
-                     and the half that is stored last the rotary keys.  For copies, these are not Pallas's barriers
-                     (`gather_keys.py`).
-    k_free[2t + h]   the consumer that is the last to multiply this half is done with it.  K1's halves stage the result
-                     of a work tile, and are freed once TMA has read it.
+    k_full[2t + h]   half h of key tile t is in shared memory (each lane of the producer, and the bytes that the other
+                     CTA of a cluster stores).  The half that is stored first also covers the factors.  If keys are
+                     copied, the half that is stored last covers the rotary keys, which otherwise have barrier 4 + t.
+                     These are not Pallas's barriers (`lane_barriers.py`).
+    k_free[2t + h]   the consumer that is the last to multiply this half is done with it (in every CTA of a cluster,
+                     because both store to it).  K1's halves stage the result of a work tile, and are freed once TMA
+                     has read it.
     s_issued         S0's products have been issued
     p_ready[t]       P of tile t is in p, and the running max after tile t is in stats[0]
     both             both consumers arrive, and both wait: the largest magnitudes of queries, the scaled queries or the
@@ -66,7 +74,8 @@ P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys
 consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `mla_dense.py`.
 
 Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227; 202 KiB for
-`fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
+`fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries, 216 and
+72 if two CTAs share the conversion.
 """
 
 from collections.abc import Iterator

@@ -11,6 +11,9 @@ K and V' are register operands, converted as the bytes of the cache are loaded f
 twice, once for K and once for V.  Keys and values that lie apart are copied separately, each from a view of its own to
 a part of the stage of its own.
 
+Keys are those of block tables or, for sparse attention to latents with up to 16 heads, those at chosen slots
+(`entry_slots.py`): each query token is then a request of its own.
+
 Work.  A CTA of a producer and two to four consumer warpgroups owns a KV head (latents have one) and walks its partition
 of the plan: work tiles, each a range of key tiles of a request.  The consumers take turns at tiles, so that one
 converts while another multiplies or waits.  With a window, a request begins at the tile with the first key that some
