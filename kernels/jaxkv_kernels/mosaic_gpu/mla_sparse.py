@@ -30,8 +30,8 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
                                            arrives k_free[2]
 
 The columns are `GatherTiles.run` with `_fetch_pair` (`gather_keys.py`), `Consumer.pair_of_consumer_0` and
-`Consumer.pair_of_consumer_1`.  This is the order of `mla_dense.py`.  Copies arrive at k_full when they land, while the producer goes on to the next
-half.
+`Consumer.pair_of_consumer_1`.  This is the order of `mla_dense.py`.  Copies arrive at k_full when they land, while the
+producer goes on to the next half.
 
 For `fp8_v4` entries, V is the whole entry, RoPE included: K = V (`gather_fp8_v4.py`).  Their rotary parts are the last
 columns of K, and those of the queries the last columns of Q: what this page says of rotary keys and queries does not
