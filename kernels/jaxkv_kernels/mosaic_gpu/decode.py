@@ -200,7 +200,7 @@ def plan_decode(call: PlanDecode | DecodeCall) -> Plan:
     """The schedule of a decode call, in partitions that fill the GPU."""
     rows = rows_of(call)
     if by_slots(call.entry, rows):
-        return mla_sparse.plan_by_slots(call)
+        return mla_sparse.plan_from_pages(call)
     schedule = schedule_of(call.entry, rows)
     config = configuration(schedule.default_config(call.entry, rows))
     row_tiles = call.pages.num_heads * -(-rows // TILE)
@@ -238,7 +238,7 @@ def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
     """The result of a `decode_mla` call: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     call, rows = _planned(call), rows_of(call)
     if by_slots(call.entry, rows):
-        return mla_sparse.decode_by_slots(call)
+        return mla_sparse.decode_from_pages(call)
     config = configuration(schedule_of(call.entry, rows).default_config(call.entry, rows))
     return _decode_mla(call, config=config, interpret=bool(interpreting.value))
 

@@ -21,7 +21,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.calls import DecodeMLASparse
-from jaxkv_kernels.mosaic_gpu.gather_keys import GatheredRows, lane_array
+from jaxkv_kernels.mosaic_gpu.gather_keys import GatheredRows, Slots, lane_array
 from jaxkv_kernels.mosaic_gpu.interpreter.gather import InterpretedRows
 from jaxkv_kernels.mosaic_gpu.lane_barriers import LaneBarriers
 from jaxkv_kernels.mosaic_gpu.masks import MASKED
@@ -142,7 +142,7 @@ class InterpretedSlotKeys(SlotKeys):
 
     def load_slots(self, tile, step):
         """Slots [64]."""
-        return self.source.rows.load_slots(self.slot_ref, tile.request, step, tile.keys)
+        return self.source.rows.load_slots(Slots(of=self.slot_ref), tile.request, step, tile.keys)
 
     def copy(self, slots, layer, limit, stage):
         """Copies the entries; the copies are complete on return."""

@@ -42,7 +42,7 @@ landed (`cp.async.mbarrier.arrive`).  Pallas has no such arrivals, so these barr
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -54,6 +54,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing import Pages
+from jaxkv_kernels.calls import STATIC, record
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.format import Field
 from jaxkv_kernels.mosaic_gpu.lane_barriers import LaneBarriers
@@ -107,6 +108,29 @@ def _word(held) -> Any:
 def ref_type(dtype) -> Any:
     """The type of references to the swizzled shared memory that tiles are stored to."""
     return plgpu.RefType(swizzled(1, dtype=dtype).transforms)
+
+
+@record
+class Slots:
+    """The slots that each query token attends to; in a kernel, references to the arrays."""
+
+    of: Any
+    """int32: a list [N, K] for each query token, or block tables [B, M], whose positions are attended to."""
+    begins: Any = None
+    """int32 [N]: with block tables, the first position of each query token; None for 0."""
+    block_size: int | None = field(default=None, metadata=STATIC)
+    """Tokens per block of block tables; None for lists."""
+    tokens: int = field(default=1, metadata=STATIC)
+    """Query tokens per block table."""
+
+    @property
+    def refs(self) -> list[Any]:
+        """The arrays or references."""
+        return [self.of] if self.begins is None else [self.of, self.begins]
+
+    def with_refs(self, refs: Sequence[Any]) -> "Slots":
+        """The same for other references."""
+        return replace(self, **dict(zip(("of", "begins"), refs, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -234,14 +258,15 @@ class GatheredRows:
             return first + field.offset, field.step or 0
         return first, (pages.token_stride if pages.block_size > 1 else pages.block_stride) * self.itemsize
 
-    def load_slots(self, slot_ref, request, tile, length):
+    def load_slots(self, slots: Slots, request, tile, length):
         """The slots of a tile of keys, in each lane that of its own row; -1 at positions from `length` on."""
+        refs = slots.refs
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=lane_array(1))
-        def load(_, ref, *indices):
-            return array([[lanes.load_slots(ref, *(x.registers.item() for x in indices))]], OWN)
+        @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * len(refs), SCALAR, SCALAR, SCALAR), return_type=lane_array(1))
+        def load(_, refs, *indices):
+            return array([[lanes.load_slots(slots.with_refs(refs), *(x.registers.item() for x in indices))]], OWN)
 
-        return load(slot_ref, request, tile, length)
+        return load(refs, request, tile, length)
 
     def spread(self, slots):
         """Returns, in each lane, the slots of the rows whose latents it loads in part."""
@@ -443,7 +468,7 @@ class GatherTiles:
     """See `SparseConfig`."""
     kv_ref: Any
     zero_ref: Any
-    slot_ref: Any
+    slots: Slots
     k: Any
     r: Any
     stats: Any
@@ -527,7 +552,7 @@ class GatherTiles:
         raise NotImplementedError
 
     def _load_slots(self, request, tile, keys):
-        return self.rows.load_slots(self.slot_ref, request, tile, keys)
+        return self.rows.load_slots(self.slots, request, tile, keys)
 
     def _units(self, tile):
         """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""

@@ -3,9 +3,9 @@
 Latents have 512 or 448 values, and rotary parts 64.  To the plan, each query token is a request of its own, with
 `counts` slots.
 
-Dense calls on some quantised entries also run here, with slots from the block table (`decode_by_slots`).  Reading a
-slot adds 4 bytes to the 352 to 656 of each token.  Several query tokens of a request each read its entries again.  With
-a window, a query token has the slots of the tokens in it only.
+Dense calls on some quantised entries also run here (`decode_from_pages`): the slots are then those of the positions of
+a block table, which the producer looks up.  Several query tokens of a request each read its entries again.  With a
+window, a query token has the slots of the tokens in it only.
 
 Work.  A tile is 64 heads of a query token by 64 keys (slots).  A CTA owns one tile of heads and walks its partition of
 the plan: work tiles, each a range of pairs of key tiles of a query token.  If keys are converted, and a query token has
@@ -79,7 +79,7 @@ Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + st
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -89,8 +89,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import Pages, lengths_in_table, slots_for, table_tokens
-from jaxkv_kernels.calls import DecodeCall, DecodeMLA, DecodeMLASparse, PlanDecode, max_logits_reasons
+from jaxkv_kernels.addressing import Pages, lengths_in_table, table_tokens
+from jaxkv_kernels.calls import STATIC, DecodeCall, DecodeMLA, DecodeMLASparse, PlanDecode, max_logits_reasons, record
+from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.mosaic_gpu import quantised_swap_ab
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, query_dtype
@@ -107,6 +108,7 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
     ConvertedTiles,
     CopiedTiles,
     GatheredRows,
+    Slots,
 )
 from jaxkv_kernels.mosaic_gpu.interpreter.gather import InterpretedFP8V4Rows, InterpretedRows
 from jaxkv_kernels.mosaic_gpu.lane_barriers import CopyBarriers, InterpretedBarriers, LaneBarriers
@@ -239,10 +241,9 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
     size, lengths = _listed(call)
     config: SparseConfig | QuantisedSwapABConfig
     if swaps_operands(call):
-        config, step, run = configuration(QuantisedSwapABConfig()), TILE, _attend_few_heads
+        config, step = configuration(QuantisedSwapABConfig()), TILE
     else:
-        config = config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads)
-        step, run = PAIR, _attend_and_combine
+        config, step = config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads), PAIR
     plan_of = partial(
         plan_slots, size=size, heads=heads, step=step, costs=config.split_costs, batch_invariant=call.batch_invariant
     )
@@ -252,7 +253,9 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array]:
             plan = replace(plan, whole=not bool((plan.split_requests[:, 0] >= 0).any()))
     else:
         plan = plan_of(lengths.reshape(-1), by_kernel=not interpreting.value)
-    return run(call, plan, config=config, interpret=bool(interpreting.value))
+    if isinstance(config, QuantisedSwapABConfig):
+        return _attend_few_heads(call, plan, config=config, interpret=bool(interpreting.value))
+    return _attend_to_slots(_by_query_token(call), plan, config=config, interpret=bool(interpreting.value))
 
 
 def swaps_operands(call: DecodeMLASparse) -> bool:
@@ -307,30 +310,73 @@ def shares_tiles(format: str, row_tiles: int) -> bool:
     return format not in ("bf16", "f16") and row_tiles % CTAS == 0
 
 
+@record
+class SlotAttention:
+    """Attention of each query token to the entries at slots of its own, or of the block table of its request."""
+
+    q_latent: jax.Array
+    """[B, Q, heads, R]."""
+    q_pe: jax.Array
+    """[B, Q, heads, P]."""
+    buffer: jax.Array
+    slots: Slots
+    """Of B x Q query tokens."""
+    counts: jax.Array | None
+    """int32 [B x Q], how many slots of the first of two lists are used; None for all.  The plan has those of one list."""
+    sinks: jax.Array | None
+    """float32 [heads]."""
+    layer: jax.Array
+    scale: jax.Array
+    kv_scale: jax.Array | None
+    extra: ExtraSlots | None
+    """The slots [B x Q, K'] of a second cache."""
+    pages: Pages = field(metadata=STATIC)
+    entry: MLAEntry = field(metadata=STATIC)
+    logit_cap: float | None = field(metadata=STATIC)
+
+
+def _by_query_token(call: DecodeMLASparse) -> SlotAttention:
+    """The same call, with slots and counts by query token."""
+    queries, counts, extra = call.slots.shape[0] * call.slots.shape[1], None, call.extra
+    if extra is not None:
+        counts = None if call.counts is None else call.counts.reshape(-1)
+        extra = replace(extra, slots=extra.slots.reshape(queries, -1))
+    return SlotAttention(
+        q_latent=call.q_latent,
+        q_pe=call.q_pe,
+        buffer=call.buffer,
+        slots=Slots(of=call.slots.reshape(queries, -1)),
+        counts=counts,
+        sinks=call.sinks,
+        layer=call.layer,
+        scale=call.scale,
+        kv_scale=call.kv_scale,
+        extra=extra,
+        pages=call.pages,
+        entry=call.entry,
+        logit_cap=call.logit_cap,
+    )
+
+
 @partial(jax.jit, static_argnames=("config", "interpret"))
-def _attend_and_combine(
-    call: DecodeMLASparse, plan: Plan, *, config: SparseConfig, interpret: bool
+def _attend_to_slots(
+    call: SlotAttention, plan: Plan, *, config: SparseConfig, interpret: bool
 ) -> tuple[jax.Array, jax.Array]:
-    """The results of a call by a plan in which each query token is a request."""
+    """Out [B, Q, heads, R] and lse [B, Q, heads], by a plan in which each query token is a request."""
     batch, tokens, heads, _ = call.q_latent.shape
     requests = batch * tokens
-    slots = call.slots.reshape(requests, -1)
     pad = ((0, 0), (0, -heads % 8), (0, 0))  # TMA tiles are of 8 rows
     q_latent, q_pe = (jnp.pad(q.reshape(requests, heads, -1), pad) for q in (call.q_latent, call.q_pe))
-    sinks = None if call.sinks is None else jnp.pad(call.sinks, (0, -heads % TILE))
-    counts, extra = None, call.extra  # without a second cache, the plan knows the counts
+    sinks, extra = None if call.sinks is None else jnp.pad(call.sinks, (0, -heads % TILE)), call.extra
     rows: Any = (InterpretedRows if interpret else GatheredRows)(call.pages, call.entry, call.buffer.dtype.itemsize)
     if call.entry.codec.rope_in_values:
         sources = [rows]
         if extra is not None:
             sources.append(GatheredRows(extra.pages, extra.entry, extra.buffer.dtype.itemsize))
-        first_tiles = 2 * -(-slots.shape[-1] // PAIR)
+        first_tiles = 2 * -(-call.slots.of.shape[-1] // PAIR)
         rows = (InterpretedFP8V4Rows if interpret else FP8V4Rows)(tuple(sources), first_tiles)
-    if extra is not None:
-        counts = None if call.counts is None else call.counts.reshape(-1)
-        extra = replace(extra, slots=extra.slots.reshape(requests, -1))
-    by_request = replace(call, q_latent=q_latent, q_pe=q_pe, slots=slots, counts=counts, sinks=sinks, extra=extra)
-    results = attend(by_request, plan, rows, config, interpret=interpret)
+    padded = replace(call, q_latent=q_latent, q_pe=q_pe, sinks=sinks)
+    results = attend(padded, plan, rows, config, interpret=interpret)
     out, lse = results.out, results.lse
     if not plan.whole:
         out, lse = combine(results, plan, rows=heads, interpret=interpret, sinks=sinks)
@@ -338,14 +384,14 @@ def _attend_and_combine(
 
 
 def attend(
-    call: DecodeMLASparse, plan: Plan, rows: GatheredRows | FP8V4Rows, config: SparseConfig, *, interpret: bool
+    call: SlotAttention, plan: Plan, rows: GatheredRows | FP8V4Rows, config: SparseConfig, *, interpret: bool
 ) -> KernelResults:
     """Results of whole query tokens, and of splits.
 
-    The arrays of `call` are by query token: q_latent [N, heads rounded up to 8, R], slots [N, K], sinks
-    [heads rounded up to 64] or None.  Entries are multiplied by `kv_scale` unless that is None.  R is 512, or 448.
-    With `FP8V4Rows`, rotary parts then follow, as part of keys and values.  With other rows, queries and keys in shared
-    memory end with zeros, and the last columns of the output are not stored.
+    The queries of `call` are by query token, [N, heads rounded up to 8, R], and sinks are [heads rounded up to 64].
+    Entries are multiplied by `kv_scale` unless that is None.  R is 512, or 448.  With `FP8V4Rows`, rotary parts then
+    follow, as part of keys and values.  With other rows, queries and keys in shared memory end with zeros, and the last
+    columns of the output are not stored.
 
     `extra` are the slots [N, K'] of a second cache, whose tiles follow those of `slots`.  The plan counts slots as if
     `slots` were whole pairs of tiles.  Of these, the first `counts` [N] are used, or all.
@@ -374,7 +420,7 @@ class Operands(NamedTuple):
     zeros: Any
     """See `GatheredRows.zeros`."""
     slots: Any
-    """int32 [N, K]."""
+    """The arrays of `Slots`."""
     layer: Any
     """int32 [1]."""
     scale: Any
@@ -438,7 +484,7 @@ class Barriers(NamedTuple):
 class MLASparse:
     """The kernel for calls of these shapes: its sizes, its memory, and its launch."""
 
-    def __init__(self, call: DecodeMLASparse, plan: Plan, rows, config: SparseConfig, *, interpret: bool):
+    def __init__(self, call: SlotAttention, plan: Plan, rows, config: SparseConfig, *, interpret: bool):
         self.call, self.plan, self.rows, self.config, self.interpret = call, plan, rows, config, interpret
         self.batch, self.heads, self.latent = call.q_latent.shape
         self.tiles = -(-self.heads // TILE)
@@ -478,7 +524,7 @@ class MLASparse:
             qr=call.q_pe,
             kv=self.rows.buffer(call.buffer),
             zeros=self.rows.zeros(),
-            slots=call.slots,
+            slots=call.slots.refs,
             layer=jnp.reshape(call.layer, (1,)),
             scale=jnp.reshape(call.scale, (1,)),
             partitions=plan.partitions,
@@ -634,7 +680,7 @@ class Producer:
             "units_ahead": kernel.config.units_ahead,
             "kv_ref": operands.kv,
             "zero_ref": operands.zeros,
-            "slot_ref": operands.slots,
+            "slots": kernel.call.slots.with_refs(operands.slots),
             "k": memory.k,
             "r": memory.r,
             "stats": memory.stats,
@@ -884,24 +930,15 @@ class Factors:
         )
 
 
-def decode_by_slots(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
-    """A `decode_mla` call, with a plan of `plan_by_slots`, as attention of each query token to slots."""
+def decode_from_pages(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
+    """A `decode_mla` call, with a plan of `plan_from_pages`: each query token attends to the slots of its blocks."""
     batch, tokens, heads, _ = call.q_latent.shape
-    block_tables, block_size = call.block_tables, call.pages.block_size
-    size = _most_slots(call)
-    if call.window is None:
-        positions = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), (batch, size))
-        slots = slots_for(block_tables, positions, block_size=block_size)
-        slots = jnp.broadcast_to(slots[:, None], (batch, tokens, size))
-    else:
-        first, _ = _seen(call)
-        positions = (first[..., None] + jnp.arange(size, dtype=jnp.int32)).reshape(batch, -1)
-        slots = slots_for(block_tables, positions, block_size=block_size).reshape(batch, tokens, size)
-    by_slots = DecodeMLASparse(
+    begins = None if call.window is None else _seen(call)[0].reshape(-1)
+    by_slots = SlotAttention(
         q_latent=call.q_latent,
         q_pe=call.q_pe,
         buffer=call.buffer,
-        slots=slots,
+        slots=Slots(of=call.block_tables, begins=begins, block_size=call.pages.block_size, tokens=tokens),
         counts=None,
         sinks=None,
         layer=call.layer,
@@ -911,14 +948,12 @@ def decode_by_slots(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
         pages=call.pages,
         entry=call.entry,
         logit_cap=call.logit_cap,
-        batch_invariant=False,
-        max_logits=False,
     )
-    config = config_of(call.entry.format, queries=batch * tokens, size=size, heads=heads)
-    return _attend_and_combine(by_slots, call.plan, config=config, interpret=bool(interpreting.value))
+    config = config_of(call.entry.format, queries=batch * tokens, size=_most_slots(call), heads=heads)
+    return _attend_to_slots(by_slots, call.plan, config=config, interpret=bool(interpreting.value))
 
 
-def plan_by_slots(call: DecodeCall | PlanDecode) -> Plan:
+def plan_from_pages(call: DecodeCall | PlanDecode) -> Plan:
     """The schedule of such calls."""
     (begins, ends), size = _seen(call), _most_slots(call)
     counts = (ends - begins).reshape(-1)

@@ -29,9 +29,10 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxkv_kernels.calls import SelectTopk
 from jaxkv_kernels.mosaic_gpu import topk_sorting
 from jaxkv_kernels.mosaic_gpu.interpreter import topk as interpreted
+from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.topk_chunk import COUNTERS, EMPTY, VECTOR, BlockTables, Chunks, wait_for_all
+from jaxkv_kernels.mosaic_gpu.topk_chunk import COUNTERS, EMPTY, VECTOR, Chunks, wait_for_all
 
 LOGITS, KEPT = 64, 32
 """Logits per thread, and keys of later launches, whose positions take registers as well."""

@@ -8,7 +8,7 @@ interpreter.
 
 from dataclasses import dataclass
 from itertools import batched
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
@@ -16,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
+from jaxkv_kernels.mosaic_gpu.ptx.block_tables import element
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, elements, splat
 from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
@@ -40,16 +41,6 @@ KEY = (
 _NUMBER: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
 
 
-class BlockTables(NamedTuple):
-    """Tables in which the slots of places are looked up."""
-
-    array: Any
-    """int32 [B, M]; in a kernel, a reference to it."""
-    block_size: int
-    rows: int
-    """Rows of logits per request."""
-
-
 def layout(size: int) -> Any:
     """The layout of a warpgroup's int32 arrays [size] in registers."""
     return plgpu.Layout.WG_STRIDED((size,), VECTOR)
@@ -67,17 +58,6 @@ def thread() -> Any:
 def wait_for_all() -> None:
     """Waits for all threads of the CTA."""
     ptx("bar.sync 0;", convergent=True)
-
-
-def element(ref, index, width: int) -> Any:
-    """The address of element `index[-1]` of row `index[0]`, of `width` elements each, of an array of 32 bits."""
-    *row, column = index
-    pointer = mgpu.utils.memref_ptr(ref)
-    if row:
-        code = f"{{ .reg .b64 a; mul.wide.u32 a, $2, {4 * width}; mul.wide.u32 $0, $3, 4; "
-        code += "add.s64 $0, $0, a; add.s64 $0, $0, $1; }"
-        return ptx(code, pointer, row[0], column, result_types=ir.IntegerType.get_signless(64))
-    return ptx("mad.lo.s32 $0, $2, 4, $1;", pointer, column, result_types=i32())
 
 
 def shared(ref) -> Any:

@@ -14,9 +14,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
+from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables, element, slot_of
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, elements, splat
 from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
@@ -25,8 +25,6 @@ from jaxkv_kernels.mosaic_gpu.topk_chunk import (
     LANES,
     OTHERS,
     WARP,
-    BlockTables,
-    element,
     shared,
     thread,
     total,
@@ -317,20 +315,6 @@ def store(arrays, ref, row, k: int, tables: BlockTables | None) -> None:
             place = slot_of(tables, row, place)
         inside = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(first, c32(n)), c32(k))
         ptx(f"st.global.b32 [$0 + {4 * n}], $1;", start, place, predicate=inside)
-
-
-def slot_of(tables: BlockTables, row, place) -> Any:
-    """The slot of a place of a row of logits; -1 for places below 0 or past the table, and blocks without slots."""
-    table, block_size = tables.array, tables.block_size
-    columns = ir.MemRefType(table.type).shape[1]
-    column = arith.divui(place, c32(block_size))  # large for places below 0
-    inside = arith.cmpi(arith.CmpIPredicate.ult, column, c32(columns))
-    address = element(table, (arith.divui(row, c32(tables.rows)), column), columns)
-    load = "{ .reg .pred p; setp.ne.b32 p, $2, 0; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
-    block = ptx(load, address, arith.extui(i32(), inside), result_types=i32(), has_side_effects=True)
-    slot = arith.addi(arith.muli(block, c32(block_size)), arith.remui(place, c32(block_size)))
-    known = arith.cmpi(arith.CmpIPredicate.ult, block, c32(2**31 // block_size))
-    return arith.select(known, slot, c32(-1))
 
 
 def _registers(elements: list[Any], stage: int, bits: int, direction) -> None:

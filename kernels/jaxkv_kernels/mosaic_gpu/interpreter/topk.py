@@ -6,7 +6,8 @@ from jax.experimental import pallas as pl
 
 from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.formats.bits import ordered_bits
-from jaxkv_kernels.mosaic_gpu.topk_chunk import EMPTY, NAN, BlockTables
+from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables
+from jaxkv_kernels.mosaic_gpu.topk_chunk import EMPTY, NAN
 
 
 def load(ref, row, first, size: int, *, logits: bool):

@@ -15,6 +15,7 @@ from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.mosaic_gpu.ptx.barriers import Peer, arrive, arrive_for_copies, store_16_bytes
+from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables, slot_of
 from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import permuted, words
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
@@ -161,10 +162,19 @@ def upper_half() -> ir.Value:
     return arith.shrui(Lane().lane, c32(WARP_ROWS.bit_length() - 1))
 
 
-def load_slots(ref, request, tile, length) -> ir.Value:
-    """The slot of the lane's own row; -1 at positions from `length` on."""
+def load_slots(slots, request, tile, length) -> ir.Value:
+    """The slot of the lane's own row; -1 at positions from `length` on.  `slots` are `gather_keys.Slots`."""
+    ref = slots.of
     width = ir.MemRefType(ref.type).shape[1]
     position = arith.addi(arith.muli(tile, c32(TILE)), Lane().own_row)
+    if slots.block_size is not None:
+        inside = arith.cmpi(arith.CmpIPredicate.slt, position, length)
+        if slots.begins is not None:
+            begin = at(mgpu.utils.memref_ptr(slots.begins), _wide(arith.shli(request, c32(2))))
+            begin = ptx("ld.global.b32 $0, [$1];", begin, result_types=i32(), has_side_effects=True)
+            position = arith.addi(position, begin)
+        tables = BlockTables(ref, slots.block_size, slots.tokens)
+        return slot_of(tables, request, arith.select(inside, position, c32(-1)))
     first = arith.addi(arith.muli(arith.extui(i64(), request), c64(4 * width)), _wide(arith.shli(position, c32(2))))
     load = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
     return ptx(load, at(mgpu.utils.memref_ptr(ref), first), position, length, result_types=i32(), has_side_effects=True)
