@@ -322,7 +322,7 @@ class SlotAttention:
     slots: Slots
     """Of B x Q query tokens."""
     counts: jax.Array | None
-    """int32 [B x Q], how many slots of the first of two lists are used; None for all.  The plan has those of one list."""
+    """int32 [B x Q], how many slots of the first of two lists are used; None for all.  Those of one list: the plan."""
     sinks: jax.Array | None
     """float32 [heads]."""
     layer: jax.Array
