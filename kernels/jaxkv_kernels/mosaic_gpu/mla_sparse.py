@@ -934,7 +934,7 @@ def decode_from_pages(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
     """A `decode_mla` call, with a plan of `plan_from_pages`: each query token attends to the slots of its blocks."""
     batch, tokens, heads, _ = call.q_latent.shape
     begins = None if call.window is None else _seen(call)[0].reshape(-1)
-    by_slots = SlotAttention(
+    attention = SlotAttention(
         q_latent=call.q_latent,
         q_pe=call.q_pe,
         buffer=call.buffer,
@@ -950,7 +950,7 @@ def decode_from_pages(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
         logit_cap=call.logit_cap,
     )
     config = config_of(call.entry.format, queries=batch * tokens, size=_most_slots(call), heads=heads)
-    return _attend_to_slots(by_slots, call.plan, config=config, interpret=bool(interpreting.value))
+    return _attend_to_slots(attention, call.plan, config=config, interpret=bool(interpreting.value))
 
 
 def plan_from_pages(call: DecodeCall | PlanDecode) -> Plan:
