@@ -619,8 +619,8 @@ class Consumer:
 
         plgpu.barrier_wait(barriers.p_ready[1])
         max1 = self.shared_max()
-        p1 = p.at[opaque_zero(i) + p.shape[0] - 1]
         acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + sum0)
+        p1 = p.at[opaque_zero(i) + p.shape[0] - 1]
         acc, _ = self.add_values(p1, walk, i, 1, masked, acc)
         pl.when(i != walk.last)(lambda: plgpu.barrier_arrive(barriers.k_free[2]))
         return acc, max1, row_sum
