@@ -52,7 +52,9 @@ consumers for the others.  `PlainTiles.types` has their counts.
     k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
     k_free[2t + h]     consumer h, which is the last to multiply this half, is done with it (1 per CTA of the
                        cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the
-                       result of a work tile, and are freed once TMA has read it.
+                       result of a work tile, and are freed once TMA has read it.  In a cluster with multicast, one
+                       thread of the consumer arrives for each CTA (Pallas's ClusterBarrier), without waiting for the
+                       other warps: like CUTLASS's pipelines, this relies on wgmma completing for the warpgroup.
     s_issued           S0's products have been issued (1)
     p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0] (1)
     both               both consumers arrive, and both wait (2): both have read the rotary queries, which P0 overwrites;
