@@ -385,7 +385,9 @@ class MLADense:
         cta = CTA(self, operands, self.tiles_type(self, scratch), partition, rank, row_tile * TILE)
 
         def consumer(side):
-            exchange = cluster_sharing.Exchange.of(exchanged, partition, scratch, rank) if self.plan.shared else None
+            exchange = None
+            if self.plan.shared:
+                exchange = cluster_sharing.Exchange.of(exchanged, partition, scratch, rank, interpret=self.interpret)
             Consumer(cta, side, results, exchange).run()
 
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
