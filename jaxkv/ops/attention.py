@@ -187,7 +187,8 @@ def decode_mla(
         for none.
       return_lse: also return the log-sum-exp of the scores.
       plan: what `plan_decode` returned for the same tables, lengths, prefixes, numbers of heads and query tokens, and
-        query dtype; if None, the call makes its own plan.
+        query dtype; if None, the call makes its own plan.  With a plan for other lengths, results are wrong, though
+        nothing outside the cache is read; only `checked` reports it, since a check would cost a kernel per layer.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
@@ -340,7 +341,8 @@ def decode_kv(
       prefix_of: int32 [B], the prefix of each request, a row of `prefix_tables` [G, M'].
       return_lse: also return the log-sum-exp of the scores.
       plan: what `plan_decode` returned for the same tables, lengths, prefixes, numbers of heads and query tokens, and
-        query dtype; if None, the call makes its own plan.
+        query dtype; if None, the call makes its own plan.  With a plan for other lengths, results are wrong, though
+        nothing outside the cache is read; only `checked` reports it, since a check would cost a kernel per layer.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:

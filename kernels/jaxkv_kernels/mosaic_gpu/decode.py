@@ -20,6 +20,7 @@ from jaxkv_kernels.mosaic_gpu.attention_reasons import query_dtype
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.epilogue import KernelResults
 from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
+from jaxkv_kernels.mosaic_gpu.layout_reasons import table_sizes
 from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig, QuantisedMLADenseConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
 from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedSwapABConfig
@@ -188,12 +189,13 @@ def plan_unsupported_reasons(call: PlanDecode) -> Iterator[str]:
 
 
 def _kernel_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
-    """The reasons of the kernel of a call."""
+    """The reasons of the kernel of a call, and those against its tables."""
     rows = rows_of(call)
     if isinstance(call.entry, MLAEntry) and gathers(call.entry, rows):
         yield from mla_sparse.gathered_reasons(call.entry, call.pages, call.buffer)
     else:
         yield from schedule_of(call.entry, rows).unsupported_reasons(call, rows)
+    yield from table_sizes(call.block_tables, call.pages.block_size)
 
 
 def plan_decode(call: PlanDecode | DecodeCall) -> Plan:

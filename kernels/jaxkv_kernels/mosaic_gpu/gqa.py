@@ -24,11 +24,16 @@ Timeline, downwards; `->` names the barrier that a line waits for.
                                                      taken; stores the result in place of the queries, arrives
                                                      done[stage]
 
+The producer's lines are `fetch`, `fetch_queries` and `store_result` of `Producer`, in the order of `Producer.pair`.
+The consumers' are `Consumer.step` and, after the last tile, `share_part` of consumer 1, and `add_other_part` and
+`stage_result` of consumer 0.
+
 The consumers exchange nothing until the end of a work tile: each has its own running max, row sums and output.  A
 result stays in shared memory until the queries of a later work tile need its stage, or until the end of the kernel.
 Then the producer stores it.
 
-Barriers, and how many arrivals complete them: TMA copies for `full`, consumers for the others.
+Barriers (the fields of `Barriers`), and how many arrivals complete them: TMA copies for `full`, consumers for the
+others.  `GQA.types` has their counts.
     q_full[stage]    the queries have landed (1 per 64 columns)
     kv_full[stage], kv_free[stage]
                      a tile has landed (1 per copy); it has been multiplied (1).  Even stages are consumer 0's, odd
@@ -49,7 +54,7 @@ for the producer.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,11 +67,11 @@ from jaxkv_kernels.calls import DecodeCall, DecodeKV, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import values_of
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
-from jaxkv_kernels.mosaic_gpu.masks import apply_mask, clear_values, ends_of, first_seen, first_unmasked
+from jaxkv_kernels.mosaic_gpu.masks import Ends, apply_mask, clear_values, ends_of, first_seen, first_unmasked
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, floordiv, multiply_add, opaque_zero
 from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY, consumer_registers
-from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, named, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     LANE_COLUMNS,
     ROW,
@@ -151,284 +156,451 @@ def attend(call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool) 
     `q` are its queries as [B, heads, rows, head dim].  A KV head's rows are query tokens x its query heads, padded to a
     multiple of 8 if there are more than 8.
     """
-    batch, heads, padded, head_dim = q.shape
-    tokens, group = call.q.shape[1], call.q.shape[2] // heads
-    plan, window, ahead, logit_cap = call.plan, call.window, call.ahead, call.logit_cap
-    buffer, pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
-    value_dim, dtype = call.entry.value_dim, q.dtype
-    columns = value_dim + -value_dim % 128  # `combine` loads rows of whole chunks
-    row_tiles = -(-tokens * group // TILE)
-    stored = min(padded + -padded % 8, TILE)  # rows of a tile that are stored, including those that TMA clips
-    per_tile = min(padded, TILE)  # the same for arrays with one value per row: TMA does not clip copies to them
-    views = [token_rows(part, second=bool(i)) for i, part in enumerate(pages.parts)]
-    apart = len(views) > 1  # keys and values, each in a tile of its own; otherwise side by side in one tile
-    first_value = 0 if apart else head_dim
-    stages, query_stages = _stages(config, head_dim, value_dim, dtype.itemsize)
-    softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
+    return GQA(call, q, config, interpret=interpret).run()
 
-    def body(
-        q_ref, *refs, q, kv, other, stats, q_full, done, kv_full, kv_free, both, taken,
-        v: Any = None, operands: Any = None
-    ):  # fmt: skip
-        kv_refs, refs = refs[: len(views)], refs[len(views) :]
-        table_ref, layer_ref, scale_ref, partitions_ref, work_tiles_ref, split_requests_ref, *refs = refs
-        out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref = refs
-        values_in = v if apart else kv
-        pdl_launch_dependents(split_requests_ref, interpret=interpret)
-        partition, head_and_tile, wg = (lax.axis_index(axis) for axis in ("partition", "tile", "wg"))
-        head = floordiv(head_and_tile, row_tiles)
-        first_row = pl.multiple_of(lax.rem(head_and_tile, jnp.int32(row_tiles)) * TILE, 8)
-        table = PageTable(table_ref, pages)
-        in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
-        first, work_end, first_tile = load_work_range(partitions_ref, partition)
 
-        def query_stage_of(n):
-            return lax.rem(n - first, jnp.int32(query_stages))
+class Operands(NamedTuple):
+    """The arrays that the kernel reads; in the kernel, references to them."""
 
-        def end_of(side, tile: WorkTile):
-            """The end of this side's tiles: the last pair of a request may lack its second tile."""
-            return tile.end if side == 0 else jnp.minimum(tile.end, floordiv(tile.keys + (PAIR - 1 - TILE), PAIR))
+    q: Any
+    """Queries [B, heads, rows, head dim]."""
+    kv: Any
+    """Keys and their values, or keys, in the view of `token_rows`."""
+    v: Any
+    """Values that lie apart from their keys, in a view of their own; None otherwise."""
+    block_tables: Any
+    layer: Any
+    """int32 [1]."""
+    scale: Any
+    """The softmax scale, float32 [1]."""
+    partitions: Any
+    """Of the plan, like the next two."""
+    work_tiles: Any
+    split_requests: Any
 
-        def first_token_of(tile: WorkTile, i, side):
-            return tile.origin + i * PAIR + side * TILE
 
-        def producer():
-            plgpu.set_max_registers(config.producer_registers, action="decrease")
-            layer = jnp.where(in_cache, layer_ref[0], 0)
-            paged = [PagedKeys(ref, view, table, layer, head) for ref, view in zip(kv_refs, views, strict=True)]
+class Memory(NamedTuple):
+    """Shared memory."""
 
-            def look_up(tile: WorkTile, i):
-                return tuple(paged[0].look_up(tile.request, first_token_of(tile, i, side)) for side in range(2))
+    q: Any
+    """Queries, or results in their place [query stages, chunks, 64, CHUNK]: as many chunks of columns as the wider of
+    the two has."""
+    kv: Any
+    """Tiles of keys and values side by side, or of keys [2 * stages, 64, columns]."""
+    v: Any
+    """Tiles of values [2 * stages, 64, value dim], if these lie apart; None otherwise."""
+    other: Any
+    """Consumer 1's O, float32 [64, value dim]."""
+    stats: Any
+    """float32 [2 + 2 * query stages, 64]: running max and row sums of consumer 1; of each result, log-sum-exps and, if
+    it is a split, scales."""
+    register_operands: Any
+    """Register operands of wgmma [2, 64, 64], which the interpreter needs in shared memory; None on a GPU."""
 
-            def fetch(found, first_token, side, used):
-                stage = 2 * lax.rem(used, jnp.int32(stages)) + side
 
-                @pl.when(used >= stages)
-                def _():
-                    plgpu.barrier_wait(kv_free.at[stage])
+class Barriers(NamedTuple):
+    """The barriers of the table at the head of this file; `q_full`, `done`, `kv_full` and `kv_free` one per stage."""
 
-                for each, into in zip(paged, (kv, v), strict=False):
-                    each.fetch(found, first_token, Columns(0, into.shape[-1], into.at[stage], kv_full.at[stage]))
+    q_full: Any
+    done: Any
+    kv_full: Any
+    kv_free: Any
+    both: Any
+    taken: Any
 
-            def store_result(n):
-                tile = load_work_tile(work_tiles_ref, n)
-                stage = query_stage_of(n)
-                plgpu.barrier_wait(done.at[stage])
 
-                def store_to(place, values_to, *per_row_to):
-                    into = values_to.at[place, head, pl.ds(first_row, stored)]
-                    for c, columns in enumerate(chunks_of(value_dim)):
-                        plgpu.copy_smem_to_gmem(q.at[stage, c, pl.ds(0, stored)], into.at[:, columns])
-                    for i, to in enumerate(per_row_to):
-                        if padded % 4:  # TMA copies 16 bytes or more
-                            for row in range(padded):
-                                to[row] = stats[2 + 2 * stage + i, row]
-                        else:
-                            per_row = stats.at[2 + 2 * stage + i, pl.ds(0, per_tile)]
-                            plgpu.copy_smem_to_gmem(per_row, to.at[pl.ds(first_row, per_tile)])
+class GQA:
+    """The kernel for calls of these shapes: its sizes, its memory, and its launch."""
 
-                @pl.when(tile.split < 0)
-                def _():
-                    store_to(tile.request, out_ref, lse_ref.at[tile.request, head])
+    def __init__(self, call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool):
+        self.call, self.q, self.plan, self.config, self.interpret = call, q, call.plan, config, interpret
+        self.batch, self.heads, self.rows, self.head_dim = q.shape
+        self.tokens, self.group = call.q.shape[1], call.q.shape[2] // self.heads
+        self.buffer, self.pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
+        self.value_dim, self.dtype = call.entry.value_dim, q.dtype
+        self.row_tiles = -(-self.tokens * self.group // TILE)
+        # Keys and values, each in a tile of its own, or a single view of both, side by side in one tile.
+        self.views = [token_rows(part, second=bool(i)) for i, part in enumerate(self.pages.parts)]
+        self.apart = len(self.views) > 1
+        self.stages, self.query_stages = _stages(config, self.head_dim, self.value_dim, self.dtype.itemsize)
+        self.softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
-                @pl.when(tile.split >= 0)
-                def _():
-                    lse_to, scale_to = split_lse_ref.at[tile.split, head], split_scale_ref.at[tile.split, 0, head]
-                    store_to(tile.split, split_out_ref, lse_to, scale_to)
+    def run(self) -> KernelResults:
+        """Launches a CTA per partition of the plan, KV head and tile of rows."""
+        call, plan = self.call, self.plan
+        arrays = arrays_of(self.buffer, len(self.views))
+        kv, *v = (view.of(array) for view, array in zip(self.views, arrays, strict=True))
+        (results,) = kernel(
+            self.cta,
+            interpret=self.interpret,
+            auto_barriers=False,
+            out_type=(self.result_types(),),
+            grid=(plan.num_partitions, self.heads * self.row_tiles),
+            grid_names=("partition", "tile"),
+            num_threads=3,
+            thread_name="wg",
+            kernel_name="decode_kv",
+            scratch_types=self.types(),
+        )(
+            Operands(
+                q=self.q,
+                kv=kv,
+                v=v[0] if v else None,
+                block_tables=call.block_tables,
+                layer=jnp.reshape(call.layer, (1,)),
+                scale=jnp.reshape(call.scale, (1,)),
+                partitions=plan.partitions,
+                work_tiles=plan.work_tiles,
+                split_requests=plan.split_requests,
+            )
+        )
+        return results
 
-            def fetch_queries(request, n):
-                stage = query_stage_of(n)
+    def result_types(self) -> KernelResults:
+        """Shapes and dtypes of the results."""
+        columns = self.value_dim + -self.value_dim % 128  # `combine` loads rows of whole chunks
+        return result_types(
+            (self.batch, self.heads), self.plan.max_splits, self.dtype,
+            rows=self.rows, width=columns, lse=self.rows, split_lse=self.rows, scales=1,
+        )  # fmt: skip
 
-                @pl.when(n - first >= query_stages)
-                def _():
-                    store_result(n - query_stages)
-                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-                source = q_ref.at[request, head, pl.ds(first_row, TILE)]
-                for c, columns in enumerate(chunks_of(head_dim)):
-                    plgpu.copy_gmem_to_smem(source.at[:, columns], q.at[stage, c], q_full.at[stage])
-
-            def run(n, carry):
-                used, tile = carry
-                next_tile = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is fetched
-                second_end = end_of(1, tile)
-
-                def pair(i, carry):
-                    used, found = carry
-                    ahead = look_up(tile, i + 1)  # the loads proceed while the producer waits for kv_free
-                    fetch(found[0], first_token_of(tile, i, 0), 0, used[0])
-
-                    @pl.when(i < second_end)
-                    def _():
-                        fetch(found[1], first_token_of(tile, i, 1), 1, used[1])
-
-                    @pl.when((i == tile.begin) & (n > first))
-                    def _():
-                        fetch_queries(tile.request, n)
-
-                    return (used[0] + 1, used[1] + (i < second_end).astype(jnp.int32)), ahead
-
-                used, _ = lax.fori_loop(tile.begin, tile.end, pair, (used, look_up(tile, tile.begin)))
-                return used, next_tile
-
-            @pl.when(work_end > first)
-            def _():
-                fetch_queries(first_tile.request, first)  # first: after the keys of all CTAs, they would arrive last
-
-            used, _ = lax.fori_loop(first, work_end, run, ((jnp.int32(0), jnp.int32(0)), first_tile))
-            pl.loop(jnp.maximum(work_end - query_stages, first), work_end)(store_result)
-            for side in range(2):  # every completion of a barrier must be waited for
-
-                @pl.loop(jnp.maximum(used[side] - stages, 0), used[side])
-                def _(use, side=side):
-                    plgpu.barrier_wait(kv_free.at[2 * lax.rem(use, jnp.int32(stages)) + side])
-
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-
-        def consumer(side):
-            scratch = operands.at[side] if interpret else None
-            plgpu.set_max_registers(consumer_registers(config.producer_registers), action="increase")
-            scale = scale_ref[0] * LOG2E
-
-            def run(n, carry):
-                used, tile = carry
-                next_tile = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
-                request, begin, split = tile.request, tile.begin, tile.split
-                end = end_of(side, tile)
-                ends = ends_of(tile, jnp.where(in_cache, tile.origin + tile.keys, 0))
-                unmasked_end = jnp.clip(jnp.where(in_cache, tile.unmasked_end, 0), begin, jnp.maximum(end, begin))
-                unmasked_begin = begin
-                if window is not None:
-                    unmasked_begin = jnp.clip(first_unmasked(tile, PAIR, window), begin, unmasked_end)
-                first_seen_token = first_seen(ends, tokens, window)
-                query_stage = query_stage_of(n)
-
-                def mask(i, s):
-                    return apply_mask(
-                        s, table, request, first_token_of(tile, i, side), first_row, ends,
-                        tokens=tokens, heads=group, keys=1, window=window, ahead=ahead,
-                    )  # fmt: skip
-
-                def scores(i, stage, z, masked):
-                    def product(acc):
-                        plgpu.barrier_wait(kv_full.at[stage])
-                        for c, columns in enumerate(chunks_of(head_dim)):
-                            keys = kv.at[stage, :, columns]
-                            plgpu.wgmma(acc, q.at[query_stage + z, c], keys.transpose((1, 0)))
-                        return acc[...]
-
-                    s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * scale
-                    if logit_cap is not None:
-                        s = cap_scores(s, logit_cap)
-                    # The branch also keeps the compiler from fusing the scaling of scores with the subtraction of their
-                    # maximum: the largest score minus itself would not be 0, but far from it if scores are huge.
-                    return lax.cond(masked, partial(mask, i), lambda s: s, s)
-
-                def step(i, carry):
-                    acc, running_max, row_sum = carry
-                    masked = (i < unmasked_begin) | (i >= unmasked_end)
-                    z = opaque_zero(i)
-                    stage = 2 * (lax.rem(used + i - begin, jnp.int32(stages)) + z) + side
-                    s = scores(i, stage, z, masked)
-                    running_max, acc, row_sum = softmax.update(s, running_max, acc, row_sum)
-                    w = softmax.weights(s, running_max)
-
-                    @pl.when(masked)
-                    def _():
-                        first_token = first_token_of(tile, i, side)
-                        clear_values(
-                            values_in, (stage,), first_value, value_dim, table, request, first_token, ends.seen,
-                            first_seen=first_seen_token, interpret=interpret,
-                        )  # fmt: skip
-
-                    values = values_in.at[stage, :, pl.ds(first_value, value_dim)]
-                    acc, _ = multiply_add(acc, w.astype(dtype), values, scratch=scratch)
-                    plgpu.barrier_arrive(kv_free.at[stage])
-                    return acc, running_max, row_sum + fold_columns(jnp.add, w)
-
-                plgpu.barrier_wait(q_full.at[query_stage])
-                carry = zeros(TILE, value_dim), softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
-                acc, running_max, row_sum = lax.fori_loop(begin, end, step, carry)
-                row_sum = row_sum.sum(axis=1)
-
-                if side == 1:
-
-                    @pl.when(n > first)
-                    def _():
-                        plgpu.barrier_wait(taken)
-
-                    stats[0], stats[1] = running_max, row_sum
-                    other[...] = acc
-                    plgpu.barrier_arrive(both)
-                else:
-                    plgpu.barrier_arrive(both)
-                    plgpu.barrier_wait(both)
-                    theirs = [plgpu.load(stats.at[i], layout=ROW) for i in range(2)]
-                    (own, others), inverse, lse = softmax.merge((running_max, row_sum), theirs)
-                    acc = acc * over_columns(own * inverse, value_dim)
-                    acc = acc + plgpu.load(other, layout=WGMMA) * over_columns(others * inverse, value_dim)
-
-                    @pl.when(n < work_end - 1)
-                    def _():
-                        plgpu.barrier_arrive(taken)
-
-                    def stage_result(values, *per_row):
-                        """Writes a result to the shared memory from which the producer stores it."""
-                        for c, columns in enumerate(chunks_of(value_dim)):
-                            q[query_stage, c] = values[:, columns.start : columns.start + columns.size]
-                        for i, x in enumerate(per_row):
-                            stats[2 + 2 * query_stage + i] = x
-                        plgpu.commit_smem()
-
-                    @pl.when(split < 0)
-                    def _():
-                        stage_result(acc.astype(dtype), lse * (1 / LOG2E))
-
-                    @pl.when(split >= 0)
-                    def _():
-                        magnitude = split_scale(jnp.abs(acc).max(axis=1))
-                        values = (acc * over_columns(1 / magnitude, value_dim)).astype(SPLIT_DTYPE)
-                        stage_result(lax.bitcast_convert_type(values, dtype), lse, magnitude)
-
-                    plgpu.barrier_arrive(done.at[query_stage])
-                return used + jnp.maximum(end - begin, 0), next_tile
-
-            lax.fori_loop(first, work_end, run, (jnp.int32(0), first_tile))
-
-        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
-        lax.cond(wg == 2, producer, lambda: lax.cond(wg == 0, partial(consumer, 0), partial(consumer, 1)))
-
-    results = kernel(
-        body,
-        interpret=interpret,
-        auto_barriers=False,
-        out_type=result_types(
-            (batch, heads), plan.max_splits, dtype, rows=padded, width=columns, lse=padded, split_lse=padded, scales=1
-        ),
-        grid=(plan.num_partitions, heads * row_tiles),
-        grid_names=("partition", "tile"),
-        num_threads=3,
-        thread_name="wg",
-        kernel_name="decode_kv",
-        scratch_types={
-            # In chunks of columns, so that it holds both queries, as wide as keys, and results, as wide as values.
+    def types(self) -> dict[str, Any]:
+        """Scratch types: shared memory and barriers."""
+        head_dim, value_dim, dtype = self.head_dim, self.value_dim, self.dtype
+        stages, query_stages, copies = self.stages, self.query_stages, len(self.views) * copies_per_tile(self.pages)
+        return {
             "q": swizzled(query_stages, max(head_dim, value_dim) // CHUNK, TILE, CHUNK, dtype=dtype),
-            "kv": swizzled(2 * stages, TILE, head_dim if apart else head_dim + value_dim, dtype=dtype),
-            **({"v": swizzled(2 * stages, TILE, value_dim, dtype=dtype)} if apart else {}),
+            "kv": swizzled(2 * stages, TILE, head_dim if self.apart else head_dim + value_dim, dtype=dtype),
+            **({"v": swizzled(2 * stages, TILE, value_dim, dtype=dtype)} if self.apart else {}),
             "other": swizzled(TILE, value_dim, dtype=jnp.float32),
             "stats": plgpu.SMEM((2 + 2 * query_stages, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=head_dim // CHUNK, num_barriers=query_stages),
             "done": plgpu.Barrier(num_barriers=query_stages),
-            "kv_full": plgpu.Barrier(num_arrivals=len(views) * copies_per_tile(pages), num_barriers=2 * stages),
+            "kv_full": plgpu.Barrier(num_arrivals=copies, num_barriers=2 * stages),
             "kv_free": plgpu.Barrier(num_barriers=2 * stages),
             "both": plgpu.Barrier(num_arrivals=2),
             "taken": plgpu.Barrier(),
-            # The interpreter needs register operands of wgmma in shared memory.
-            **({"operands": swizzled(2, TILE, TILE, dtype=dtype)} if interpret else {}),
-        },
-    )(
-        q, *(view.of(array) for view, array in zip(views, arrays_of(buffer, len(views)), strict=True)),
-        call.block_tables, jnp.reshape(call.layer, (1,)), jnp.reshape(call.scale, (1,)), plan.partitions,
-        plan.work_tiles, plan.split_requests,
-    )  # fmt: skip
-    return KernelResults(*results)
+            **({"register_operands": swizzled(2, TILE, TILE, dtype=dtype)} if self.interpret else {}),
+        }
+
+    def cta(self, operands: Operands, results: KernelResults, **scratch) -> None:
+        """What a CTA runs."""
+        pdl_launch_dependents(operands.split_requests, interpret=self.interpret)
+        partition, head_and_tile, wg = (lax.axis_index(axis) for axis in ("partition", "tile", "wg"))
+        memory, barriers = named(Memory, scratch), named(Barriers, scratch)
+        cta = CTA(self, operands, memory, barriers, partition, head_and_tile)
+        # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
+        lax.cond(
+            wg == 2,
+            Producer(cta, results).run,
+            lambda: lax.cond(wg == 0, Consumer(cta, 0).run, Consumer(cta, 1).run),
+        )
+
+
+class CTA:
+    """What producer and consumers of a CTA share."""
+
+    def __init__(self, kernel: GQA, operands: Operands, memory: Memory, barriers: Barriers, partition, head_and_tile):
+        self.kernel, self.operands, self.memory, self.barriers = kernel, operands, memory, barriers
+        self.head = floordiv(head_and_tile, kernel.row_tiles)
+        self.first_row = pl.multiple_of(lax.rem(head_and_tile, jnp.int32(kernel.row_tiles)) * TILE, 8)
+        self.table = PageTable(operands.block_tables, kernel.pages)
+        layer = operands.layer
+        self.in_cache = (layer[0] >= 0) & (layer[0] < kernel.pages.num_layers)
+        self.first, self.end, self.first_tile = load_work_range(operands.partitions, partition)
+        """The indices of the first work tile, and of the one after the last."""
+
+    def load_tile(self, n) -> WorkTile:
+        """The n-th work tile."""
+        return load_work_tile(self.operands.work_tiles, n)
+
+    def query_stage_of(self, n):
+        """The stage of the queries of the n-th work tile."""
+        return lax.rem(n - self.first, jnp.int32(self.kernel.query_stages))
+
+    def stage_of(self, side: int, used, z: Any = 0):
+        """The stage of a tile of consumer `side`, which follows `used` others of it; `z`: an opaque zero."""
+        return 2 * (lax.rem(used, jnp.int32(self.kernel.stages)) + z) + side
+
+    def end_of(self, side: int, tile: WorkTile):
+        """The end of this side's tiles: the last pair of a request may lack its second tile."""
+        return tile.end if side == 0 else jnp.minimum(tile.end, floordiv(tile.keys + (PAIR - 1 - TILE), PAIR))
+
+    def first_token(self, tile: WorkTile, i, side: int):
+        """The position, in the request, of the first token of tile `side` of pair `i`."""
+        return tile.origin + i * PAIR + side * TILE
+
+
+class Producer:
+    """The warpgroup that copies queries, keys and values to shared memory, and results from there."""
+
+    def __init__(self, cta: CTA, results: KernelResults):
+        self.cta, self.kernel, self.operands, self.results = cta, cta.kernel, cta.operands, results
+        self.memory, self.barriers = cta.memory, cta.barriers
+        self.paged: list[PagedKeys]  # set by `run`: to make them emits instructions
+
+    def run(self) -> None:
+        """Walks the work tiles of the CTA."""
+        plgpu.set_max_registers(self.kernel.config.producer_registers, action="decrease")
+        cta, kernel, first, end = self.cta, self.kernel, self.cta.first, self.cta.end
+        layer = jnp.where(cta.in_cache, self.operands.layer[0], 0)
+        sources = zip((self.operands.kv, self.operands.v), kernel.views, strict=False)
+        self.paged = [PagedKeys(source, view, cta.table, layer, cta.head) for source, view in sources]
+        # First: after the keys of all CTAs, they would arrive last.
+        pl.when(end > first)(lambda: self.fetch_queries(cta.first_tile.request, first))
+        used, _ = lax.fori_loop(first, end, self.work_tile, ((jnp.int32(0), jnp.int32(0)), cta.first_tile))
+        pl.loop(jnp.maximum(end - kernel.query_stages, first), end)(self.store_result)
+        for side in range(2):
+            pl.loop(jnp.maximum(used[side] - kernel.stages, 0), used[side])(partial(self.wait_until_free, side))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+    def wait_until_free(self, side: int, use) -> None:
+        """Waits for a tile to be multiplied: every completion of a barrier must be waited for."""
+        plgpu.barrier_wait(self.barriers.kv_free.at[self.cta.stage_of(side, use)])
+
+    def work_tile(self, n, carry):
+        """Fetches the keys, values and queries of a work tile; `used` counts the tiles of each consumer."""
+        used, tile = carry
+        next_tile = self.cta.load_tile(n + 1)  # the loads proceed while this one is fetched
+        pair = partial(self.pair, n, tile, self.cta.end_of(1, tile))
+        used, _ = lax.fori_loop(tile.begin, tile.end, pair, (used, self.look_up(tile, tile.begin)))
+        return used, next_tile
+
+    def pair(self, n, tile: WorkTile, second_end, i, carry):
+        """Fetches a pair of tiles, or the first one of a pair without a second."""
+        used, found = carry
+        ahead = self.look_up(tile, i + 1)  # the loads proceed while the producer waits for kv_free
+        self.fetch(found, tile, i, 0, used)
+        pl.when(i < second_end)(lambda: self.fetch(found, tile, i, 1, used))
+        pl.when((i == tile.begin) & (n > self.cta.first))(lambda: self.fetch_queries(tile.request, n))
+        return (used[0] + 1, used[1] + (i < second_end).astype(jnp.int32)), ahead
+
+    def look_up(self, tile: WorkTile, i):
+        """The blocks of both tiles of pair `i`."""
+        tokens = (self.cta.first_token(tile, i, side) for side in range(2))
+        return tuple(self.paged[0].look_up(tile.request, token) for token in tokens)
+
+    def fetch(self, found, tile: WorkTile, i, side: int, used) -> None:
+        """Fetches a tile of keys and values, once its stage is free."""
+        first_token = self.cta.first_token(tile, i, side)
+        stage = self.cta.stage_of(side, used[side])
+        pl.when(used[side] >= self.kernel.stages)(lambda: plgpu.barrier_wait(self.barriers.kv_free.at[stage]))
+        full = self.barriers.kv_full.at[stage]
+        for paged, into in zip(self.paged, (self.memory.kv, self.memory.v), strict=False):
+            paged.fetch(found[side], first_token, Columns(0, into.shape[-1], into.at[stage], full))
+
+    def fetch_queries(self, request, n) -> None:
+        """Fetches the queries of the n-th work tile, once the result in their stage is stored."""
+        cta, kernel, stage = self.cta, self.kernel, self.cta.query_stage_of(n)
+
+        @pl.when(n - cta.first >= kernel.query_stages)
+        def _():
+            self.store_result(n - kernel.query_stages)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+        source = self.operands.q.at[request, cta.head, pl.ds(cta.first_row, TILE)]
+        for c, columns in enumerate(chunks_of(kernel.head_dim)):
+            plgpu.copy_gmem_to_smem(source.at[:, columns], self.memory.q.at[stage, c], self.barriers.q_full.at[stage])
+
+    def store_result(self, n) -> None:
+        """Starts the stores of the n-th work tile's result, once it is in place of the queries."""
+        tile, stage = self.cta.load_tile(n), self.cta.query_stage_of(n)
+        head, results = self.cta.head, self.results
+        plgpu.barrier_wait(self.barriers.done.at[stage])
+
+        @pl.when(tile.split < 0)
+        def _():
+            self.store_values(stage, results.out.at[tile.request, head])
+            self.store_per_row(stage, results.lse.at[tile.request, head])
+
+        @pl.when(tile.split >= 0)
+        def _():
+            self.store_values(stage, results.split_out.at[tile.split, head])
+            self.store_per_row(
+                stage, results.split_lse.at[tile.split, head], results.split_scale.at[tile.split, 0, head]
+            )
+
+    def store_values(self, stage, to) -> None:
+        """Starts the stores of a result's values."""
+        rows = self.kernel.rows
+        stored = min(rows + -rows % 8, TILE)  # including rows that TMA clips
+        into = to.at[pl.ds(self.cta.first_row, stored)]
+        for c, columns in enumerate(chunks_of(self.kernel.value_dim)):
+            plgpu.copy_smem_to_gmem(self.memory.q.at[stage, c, pl.ds(0, stored)], into.at[:, columns])
+
+    def store_per_row(self, stage, *to) -> None:
+        """Stores a result's values per row: log-sum-exps and, of a split, scales."""
+        rows, stats = self.kernel.rows, self.memory.stats
+        stored = min(rows, TILE)  # TMA does not clip copies of one value per row
+        for i, into in enumerate(to):
+            if rows % 4:  # TMA copies 16 bytes or more
+                for row in range(rows):
+                    into[row] = stats[2 + 2 * stage + i, row]
+            else:
+                per_row = stats.at[2 + 2 * stage + i, pl.ds(0, stored)]
+                plgpu.copy_smem_to_gmem(per_row, into.at[pl.ds(self.cta.first_row, stored)])
+
+
+class Walk(NamedTuple):
+    """What the steps of a consumer in a work tile have in common."""
+
+    tile: WorkTile
+    ends: Ends
+    unmasked: Any
+    """The first step that needs no mask, and the one after the last."""
+    first_seen: Any
+    """The first token that some row sees; None without a window."""
+    query_stage: Any
+    used: Any
+    """The number of this consumer's tiles in earlier work tiles."""
+
+
+class Consumer:
+    """Consumer `side` of two: it attends to tile `side` of each pair."""
+
+    def __init__(self, cta: CTA, side: int):
+        self.cta, self.side, self.kernel, self.memory, self.barriers = cta, side, cta.kernel, cta.memory, cta.barriers
+        self.softmax = cta.kernel.softmax
+        self.scratch = self.memory.register_operands.at[side] if self.kernel.interpret else None
+        self.scale: Any  # set by `run`, which loads it
+
+    def run(self) -> None:
+        """Walks the work tiles of the CTA."""
+        plgpu.set_max_registers(consumer_registers(self.kernel.config.producer_registers), action="increase")
+        self.scale = self.cta.operands.scale[0] * LOG2E
+        lax.fori_loop(self.cta.first, self.cta.end, self.work_tile, (jnp.int32(0), self.cta.first_tile))
+
+    def work_tile(self, n, carry):
+        """Attends to this consumer's tiles of a work tile; then the consumers merge their parts of the result."""
+        used, tile = carry
+        cta, kernel = self.cta, self.kernel
+        next_tile = cta.load_tile(n + 1)  # the loads proceed while this one is computed
+        end = cta.end_of(self.side, tile)
+        walk = self.walk(n, tile, end, used)
+        plgpu.barrier_wait(self.barriers.q_full.at[walk.query_stage])
+        carry = zeros(TILE, kernel.value_dim), self.softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
+        acc, running_max, row_sum = lax.fori_loop(tile.begin, end, partial(self.step, walk), carry)
+        part = acc, running_max, row_sum.sum(axis=1)
+        if self.side == 1:
+            self.share_part(n, *part)
+        else:
+            acc, lse = self.add_other_part(n, *part)
+            self.stage_result(walk, acc, lse)
+            plgpu.barrier_arrive(self.barriers.done.at[walk.query_stage])
+        return used + jnp.maximum(end - tile.begin, 0), next_tile
+
+    def walk(self, n, tile: WorkTile, end, used) -> Walk:
+        """What the steps in a work tile have in common."""
+        in_cache, window, begin = self.cta.in_cache, self.kernel.call.window, tile.begin
+        ends = ends_of(tile, jnp.where(in_cache, tile.origin + tile.keys, 0))
+        unmasked_end = jnp.clip(jnp.where(in_cache, tile.unmasked_end, 0), begin, jnp.maximum(end, begin))
+        unmasked_begin = begin
+        if window is not None:
+            unmasked_begin = jnp.clip(first_unmasked(tile, PAIR, window), begin, unmasked_end)
+        seen = first_seen(ends, self.kernel.tokens, window)
+        return Walk(tile, ends, (unmasked_begin, unmasked_end), seen, self.cta.query_stage_of(n), used)
+
+    def step(self, walk: Walk, i, carry):
+        """Attends to a tile: the steps of the timeline."""
+        acc, running_max, row_sum = carry
+        unmasked_begin, unmasked_end = walk.unmasked
+        masked = (i < unmasked_begin) | (i >= unmasked_end)
+        z = opaque_zero(i)
+        stage = self.cta.stage_of(self.side, walk.used + i - walk.tile.begin, z)
+        s = self.scores(walk, i, stage, z, masked)
+        running_max, acc, row_sum = self.softmax.update(s, running_max, acc, row_sum)
+        w = self.softmax.weights(s, running_max)
+        pl.when(masked)(lambda: self.clear_values(walk, i, stage))
+        acc = self.add_values(w, stage, acc)
+        plgpu.barrier_arrive(self.barriers.kv_free.at[stage])
+        return acc, running_max, row_sum + fold_columns(jnp.add, w)
+
+    def scores(self, walk: Walk, i, stage, z, masked):
+        """S of a tile, scaled, capped and masked; `z` is an opaque zero."""
+        call = self.kernel.call
+        product = partial(self.multiply_queries, walk.query_stage, stage, z)
+        s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32)) * self.scale
+        if call.logit_cap is not None:
+            s = cap_scores(s, call.logit_cap)
+        # The branch also keeps the compiler from fusing the scaling of scores with the subtraction of their maximum:
+        # the largest score minus itself would not be 0, but far from it if scores are huge.
+        return lax.cond(masked, partial(self.mask, walk, i), lambda s: s, s)
+
+    def multiply_queries(self, query_stage, stage, z, acc):
+        """Q K' of a tile, once it has landed; `acc` is an accumulator."""
+        plgpu.barrier_wait(self.barriers.kv_full.at[stage])
+        for c, columns in enumerate(chunks_of(self.kernel.head_dim)):
+            keys = self.memory.kv.at[stage, :, columns]
+            plgpu.wgmma(acc, self.memory.q.at[query_stage + z, c], keys.transpose((1, 0)))
+        return acc[...]
+
+    def mask(self, walk: Walk, i, s):
+        """`s` with keys masked that a row does not see."""
+        cta, kernel, call = self.cta, self.kernel, self.kernel.call
+        return apply_mask(
+            s, cta.table, walk.tile.request, cta.first_token(walk.tile, i, self.side), cta.first_row, walk.ends,
+            tokens=kernel.tokens, heads=kernel.group, keys=1, window=call.window, ahead=call.ahead,
+        )  # fmt: skip
+
+    @property
+    def values(self):
+        """Where values are in shared memory, and the first of their columns."""
+        return (self.memory.v, 0) if self.kernel.apart else (self.memory.kv, self.kernel.head_dim)
+
+    def clear_values(self, walk: Walk, i, stage) -> None:
+        """Zeroes the values of unseen tokens."""
+        kernel, tile, (values, first) = self.kernel, walk.tile, self.values
+        clear_values(
+            values, (stage,), first, kernel.value_dim, self.cta.table, tile.request,
+            self.cta.first_token(tile, i, self.side), walk.ends.seen,
+            first_seen=walk.first_seen, interpret=kernel.interpret,
+        )  # fmt: skip
+
+    def add_values(self, w, stage, acc):
+        """O + P V."""
+        values, first = self.values
+        values = values.at[stage, :, pl.ds(first, self.kernel.value_dim)]
+        acc, _ = multiply_add(acc, w.astype(self.kernel.dtype), values, scratch=self.scratch)
+        return acc
+
+    def share_part(self, n, acc, running_max, row_sum) -> None:
+        """Consumer 1: passes its part of a result to consumer 0, once that has taken the previous one."""
+        memory, barriers = self.memory, self.barriers
+        pl.when(n > self.cta.first)(lambda: plgpu.barrier_wait(barriers.taken))
+        memory.stats[0], memory.stats[1] = running_max, row_sum
+        memory.other[...] = acc
+        plgpu.barrier_arrive(barriers.both)
+
+    def add_other_part(self, n, acc, running_max, row_sum):
+        """Consumer 0: the result of both parts, and its log-sum-exps."""
+        memory, barriers, columns = self.memory, self.barriers, self.kernel.value_dim
+        plgpu.barrier_arrive(barriers.both)
+        plgpu.barrier_wait(barriers.both)
+        theirs = [plgpu.load(memory.stats.at[i], layout=ROW) for i in range(2)]
+        (own, others), inverse, lse = self.softmax.merge((running_max, row_sum), theirs)
+        acc = acc * over_columns(own * inverse, columns)
+        acc = acc + plgpu.load(memory.other, layout=WGMMA) * over_columns(others * inverse, columns)
+        pl.when(n < self.cta.end - 1)(lambda: plgpu.barrier_arrive(barriers.taken))
+        return acc, lse
+
+    def stage_result(self, walk: Walk, acc, lse) -> None:
+        """Stages a result for the producer, in place of the queries."""
+        dtype, value_dim, split = self.kernel.dtype, self.kernel.value_dim, walk.tile.split
+
+        @pl.when(split < 0)
+        def _():
+            self.stage(walk.query_stage, acc.astype(dtype), lse * (1 / LOG2E))
+
+        @pl.when(split >= 0)
+        def _():
+            magnitude = split_scale(jnp.abs(acc).max(axis=1))
+            values = (acc * over_columns(1 / magnitude, value_dim)).astype(SPLIT_DTYPE)
+            self.stage(walk.query_stage, lax.bitcast_convert_type(values, dtype), lse, magnitude)
+
+    def stage(self, query_stage, values, *per_row) -> None:
+        """Writes a result to the shared memory from which the producer stores it."""
+        for c, columns in enumerate(chunks_of(self.kernel.value_dim)):
+            self.memory.q[query_stage, c] = values[:, columns.start : columns.start + columns.size]
+        for i, x in enumerate(per_row):
+            self.memory.stats[2 + 2 * query_stage + i] = x
+        plgpu.commit_smem()

@@ -2,7 +2,11 @@
 
 from collections.abc import Collection, Iterator, Mapping
 
-from jaxkv_kernels.addressing import ROW_LIMIT, Buffer, Pages, dtype_of
+import jax
+
+from jaxkv_kernels.addressing import ROW_LIMIT, Buffer, Pages, dtype_of, table_tokens
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import OPAQUE_LIMIT
+from jaxkv_kernels.mosaic_gpu.sizes import TILE
 from jaxkv_kernels.mosaic_gpu.token_rows import ALIGNMENT, origin_step
 
 
@@ -31,6 +35,16 @@ def block_sizes(pages: Pages) -> Iterator[str]:
     """A reason against copying tiles of keys from such blocks by TMA."""
     if pages.block_size not in (16, 32, 64, 128, 256):
         yield f"blocks of {pages.block_size} tokens: supports 16, 32, 64, 128 and 256"
+
+
+def table_sizes(block_tables: jax.Array, block_size: int) -> Iterator[str]:
+    """Reasons against block tables [B, M]: kernels compute `opaque_zero` of the indices of requests and key tiles."""
+    requests, columns = block_tables.shape
+    if requests > OPAQUE_LIMIT:
+        yield f"{requests} requests: supports up to {OPAQUE_LIMIT}"
+    if table_tokens(block_tables, block_size) > OPAQUE_LIMIT * TILE:
+        most = OPAQUE_LIMIT * TILE // block_size
+        yield f"block tables of {columns} blocks per request: supports up to {most} of {block_size} tokens"
 
 
 def origins(pages: Pages, buffer: Buffer) -> Iterator[str]:

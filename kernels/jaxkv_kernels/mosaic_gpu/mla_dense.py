@@ -52,7 +52,9 @@ consumers for the others.  `PlainTiles.types` has their counts.
     k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
     k_free[2t + h]     consumer h, which is the last to multiply this half, is done with it (1 per CTA of the
                        cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the
-                       result of a work tile, and are freed once TMA has read it.
+                       result of a work tile, and are freed once TMA has read it.  In a cluster with multicast, one
+                       thread of the consumer arrives for each CTA (Pallas's ClusterBarrier), without waiting for the
+                       other warps: like CUTLASS's pipelines, this relies on wgmma completing for the warpgroup.
     s_issued           S0's products have been issued (1)
     p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0] (1)
     both               both consumers arrive, and both wait (2): both have read the rotary queries, which P0 overwrites;
@@ -405,7 +407,9 @@ class MLADense:
         cta.tiles.start()
 
         def consumer(side):
-            exchange = cluster_sharing.Exchange.of(exchanged, partition, scratch, rank) if self.plan.shared else None
+            exchange = None
+            if self.plan.shared:
+                exchange = cluster_sharing.Exchange.of(exchanged, partition, scratch, rank, interpret=self.interpret)
             Consumer(cta, side, results, exchange).run()
 
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
@@ -658,8 +662,8 @@ class Consumer:
 
         plgpu.barrier_wait(barriers.p_ready[1])
         max1 = self.shared_max()
-        p1 = p.at[opaque_zero(i) + p.shape[0] - 1]
         acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + sum0)
+        p1 = p.at[opaque_zero(i) + p.shape[0] - 1]
         acc, _ = self.add_values(p1, walk, i, 1, masked, acc)
         pl.when(i != walk.last)(lambda: plgpu.barrier_arrive(barriers.k_free[2]))
         return acc, max1, row_sum

@@ -336,6 +336,28 @@ def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
 
 
+NO_TABLES = {
+    "block tables of 1048577 blocks per request: supports up to 1048576 of 64 tokens": (1, 2**20 + 1),
+    "1048577 requests: supports up to 1048576": (2**20 + 1, 1),
+}
+
+
+@pytest.mark.parametrize("reason", NO_TABLES)
+def test_explain_reports_tables_of_too_many_tiles_or_requests(reason):
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16"))
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+
+    def reasons(requests, columns):
+        q = [jax.ShapeDtypeStruct((requests, 64, n), jnp.bfloat16) for n in layout.entry.sizes]
+        tables, lengths = (jax.ShapeDtypeStruct(dims, jnp.int32) for dims in ((requests, columns), (requests,)))
+        with interpreting(True):
+            found = jaxkv.explain(jaxkv.decode_mla, *q, cache, tables, lengths, layer=0, scale=1.0)
+        return found.reasons.get("mosaic_gpu", ())
+
+    assert reasons(*NO_TABLES[reason]) == (reason,)
+    assert not reasons(*(min(size, 2**20) for size in NO_TABLES[reason]))
+
+
 REFUSED = {
     "entries of format 'f32'": dict(entry=jaxkv.MLAEntry("f32")),
     "entries of 96 + 64 values": dict(entry=jaxkv.MLAEntry("bf16", latent=96)),

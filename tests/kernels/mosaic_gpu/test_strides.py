@@ -4,11 +4,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 import jaxkv
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.paged_tma import token_rows
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.runtime.strided import restride
 from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 from support import kernels, scenes
 from support.cases import further, slow
@@ -61,3 +65,32 @@ def test_decode_reads_the_cache_as_it_is(name, heads):
     # XLA compiles a change of the dtype of contiguous elements to a bitcast, like a reshape.
     found = large(text, layout.nbytes // 2)
     assert {"stablehlo.reshape"} <= found <= {"stablehlo.reshape", "stablehlo.bitcast_convert"}
+
+
+def restrided(first, second):
+    """A kernel that copies from two operands, the first of which has strides of its own."""
+
+    def body(first, second, out, tile, full):
+        del out
+        restride(first, (32, 16, 64), (128, 64, 1))
+        for ref in (first, second):
+            plgpu.copy_gmem_to_smem(ref.at[0, pl.ds(0, 8)], tile, full)
+            plgpu.barrier_wait(full)
+
+    scratch = [swizzled(8, 64, dtype=jnp.bfloat16), plgpu.Barrier()]
+    out = jax.ShapeDtypeStruct((8,), jnp.float32)
+    return kernel(body, interpret=False, out_type=out, grid=(1,), grid_names=("x",), scratch_types=scratch)(
+        first, second
+    )
+
+
+def test_an_operand_with_strides_must_have_a_type_of_its_own():
+    def lower(*shapes):
+        arrays = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)
+        jax.jit(restrided).trace(*arrays).lower(lowering_platforms=("cuda",))
+
+    lower((32, 16, 64), (33, 16, 64))
+    with pytest.raises(
+        ValueError, match=r"copies from two operands of type memref<32x16x64xbf16.*strides \(128, 64, 1\)"
+    ):
+        lower((32, 16, 64), (32, 16, 64))

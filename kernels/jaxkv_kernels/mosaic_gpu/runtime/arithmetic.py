@@ -11,6 +11,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 LOG2E = math.log2(math.e)
+OPAQUE_LIMIT = 1 << 20
+"""Where `opaque_zero` ends to be 0."""
 
 
 def floordiv(a, b: int):
@@ -19,12 +21,13 @@ def floordiv(a, b: int):
 
 
 def opaque_zero(i):
-    """0, computed from a loop variable `i` below 2**20 in a way that the compiler does not see through.
+    """0, computed from an integer `i` from 0 to OPAQUE_LIMIT - 1 in a way that the compiler does not see through.
 
+    `i` is the index of a tile of keys, of a pair of tiles or of a request; `layout_reasons.table_sizes` limits these.
     It is added to the stage index of a wgmma operand in shared memory.  With a constant index, the compiler would hoist
     the 64-bit descriptors of all operands out of the loop and spill them, which makes a kernel half as fast.
     """
-    return floordiv(i, 1 << 20)
+    return floordiv(i, OPAQUE_LIMIT)
 
 
 def cap_scores(scores: jax.Array, cap: float) -> jax.Array:

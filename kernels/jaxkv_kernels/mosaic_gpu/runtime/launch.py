@@ -37,6 +37,11 @@ def kernel(
     )
 
 
+def named[T](fields: type[T], scratch: dict[str, Any]) -> T:
+    """A NamedTuple of the scratch memory that has the names of its fields; None where a kernel has no such memory."""
+    return fields(**{name: scratch.get(name) for name in fields.__annotations__})
+
+
 def wait_for_previous(*, interpret: bool) -> None:
     """Waits until all previous kernels have finished and their stores are visible."""
     if not interpret:

@@ -15,7 +15,8 @@ def restride(ref, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
     """Makes all `copy_gmem_to_smem` of this kernel address `ref`, a whole operand, by `shape` and `strides` (elements).
 
     `ref` must have as many axes as `shape`.  Copies from it are recognized by its type (shape and dtype), which no
-    other operand may have.  Loads and bulk copies are not affected: they address the operand as it is.
+    other operand that is copied may have: lowering such a kernel raises ValueError.  Loads and bulk copies are not
+    affected: they address the operand as it is.
     """
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda context, ref: _restride(context, ref, shape, strides))(ref)
 
@@ -23,10 +24,18 @@ def restride(ref, shape: tuple[int, ...], strides: tuple[int, ...]) -> None:
 def _restride(context, ref, shape, strides) -> None:
     # A context belongs to one kernel, and the kernel's copies are lowered after this.
     copy, kind, transform = context.async_copy, ref.type, _transform(shape, strides)
+    operand = None  # `ref` stands for it here; copies have the operand itself
 
     def async_copy(*, src_ref, gmem_transform: Any = (), **keywords):
+        nonlocal operand
         others = gmem_transform if isinstance(gmem_transform, tuple) else (gmem_transform,)
         if src_ref.type == kind:
+            operand = src_ref if operand is None else operand
+            if src_ref != operand:
+                raise ValueError(
+                    f"copies from two operands of type {kind}, one of which has strides {strides} of its own: give the "
+                    "other one another shape or dtype, because the operand of a copy is recognized by its type"
+                )
             others = (transform, *map(_rounding_down, others))
         copy(src_ref=src_ref, gmem_transform=others, **keywords)
 
