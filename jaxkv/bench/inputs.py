@@ -63,7 +63,7 @@ def arguments(
 def inputs(workload: Workload) -> tuple[Varying, Shared]:
     """Random inputs, on the device."""
     rng = np.random.default_rng(1)
-    requests = _requests(workload, rng)
+    requests = shuffled_requests(workload, rng)
     chosen, index = workload.index(requests, rng)
     values, *others = (random_values(workload.value_shapes, rng) for _ in range(workload.sets))
     chosen, index = (tuple(map(jnp.asarray, arrays)) for arrays in (chosen, index))
@@ -82,7 +82,7 @@ def random_values(shapes: Shapes, rng: np.random.Generator) -> tuple[jax.Array, 
     return tuple(jnp.asarray(drawn(*each)) for each in shapes)
 
 
-def _requests(workload: Workload, rng: np.random.Generator) -> Requests:
+def shuffled_requests(workload: Workload, rng: np.random.Generator) -> Requests:
     """Requests whose blocks are shuffled."""
     lengths, blocks = workload.lengths, rng.permutation(workload.num_blocks).astype(np.int32)
     counts = -(-lengths // workload.block_size)
