@@ -232,8 +232,8 @@ def make_plan(
     `trailing` [B], `window` and `ahead` are those of `DecodeCall`.  A request without tokens has one step, all of it
     masked.  With a window, requests begin at the tile of the first key that some query sees.  Without `num_blocks`, no
     block is unknown, and only the shape of the tables matters.
-    `by_kernel` computes the schedule by one or two kernels on a Hopper GPU (with `interpret`, in the interpreter) if
-    they have room for it, otherwise by XLA, which takes several times as long.
+    `by_kernel` computes the schedule of up to MOST_REQUESTS requests by two kernels on a GPU (with `interpret`, in the
+    interpreter), others by XLA, which takes several times as long.
     """
     problem = Problem(
         batch=seq_lens.size,
@@ -438,7 +438,7 @@ def _ceil_div(a, b):
     return _div(jnp.maximum(a, 1) - 1, b) + 1
 
 
-def _is_unknown(block, num_blocks: int, first, block_size: int, origin, keys) -> Any:
+def _is_unknown(block, num_blocks, first, block_size, origin, keys) -> Any:
     """Whether a block of a request is needed, but not in the cache; `first` is the number of its first token."""
     is_seen = (first > origin - block_size) & (first < origin + keys)
     return is_seen & ((block < 0) | (block >= num_blocks))
@@ -497,68 +497,46 @@ def _compare(
     lengths, block_tables, problem: Problem, block_size: int, num_blocks: int | None, *, interpret: bool
 ) -> list[jax.Array]:
     """The steps of each request, the steps of all requests before it, its `unknown`; the cost of each candidate."""
-    requests, boundaries, columns = padded(problem.batch), padded(problem.partitions + 1), block_tables.shape[1]
+    requests, boundaries, columns = _padded(problem.batch), _padded(problem.partitions + 1), block_tables.shape[1]
 
     def body(*refs, lengths_s, lengths_full, sizes_s, passed_s, blocks_s, blocks_full):
-        *lengths_refs, table_ref, sizes_ref, before_ref, unknown_ref, costs_ref = refs
+        *inputs, sizes_ref, before_ref, unknown_ref, costs_ref = refs
+        lengths_refs, table_refs = inputs[: len(lengths)], inputs[len(lengths) :]
         pdl_launch_dependents((), interpret=interpret)
         for ref, to in zip(lengths_refs, lengths_s, strict=True):
-            fetch(ref, 0, to, lengths_full)
+            _fetch(ref, 0, to, lengths_full)
         plgpu.barrier_wait(lengths_full)
-        number = iota(requests)
-        _, _, sizes = problem.of_request(*map(load, lengths_s))
+        number = _iota(requests)
+        _, _, sizes = problem.of_request(*map(_load, lengths_s))
         sizes = jnp.where(number < problem.batch, sizes, 0)
+        candidate = lax.axis_index("cta")
+        request = candidate - problem.candidates
 
-        def estimate(candidate):
-            sizes_s[...] = sizes
-            steps = jnp.sum(sizes)
-            division = problem.division(candidate, steps)
-            boundary = iota(boundaries)
-            position = boundary * division.length
+        @pl.when(candidate < problem.candidates)
+        def _():
+            costs_ref[candidate] = _cost(problem, candidate, sizes, sizes_s, passed_s)
 
-            def some_requests(carry):
-                request, total, ended, before = carry
-                for _ in range(UNROLL):
-                    begin, size = division.begin(request, total), sizes_s[request]
-                    request, total = request + 1, total + size
-                    has_ended = begin + size <= position
-                    ended, before = jnp.where(has_ended, request, ended), jnp.where(has_ended, total, before)
-                return request, total, ended, before
-
-            start = jnp.int32(0), jnp.int32(0), jnp.zeros_like(boundary), jnp.zeros_like(boundary)
-            *_, ended, before = lax.while_loop(lambda carry: carry[1] < steps, some_requests, start)
-            # Elements after the last request have no steps, and end after all requests.
-            passed, inside = division.passed(position, jnp.minimum(ended, problem.batch), before)
-            passed_s[pl.ds(0, boundaries)] = passed
-            loads = load(passed_s.at[pl.ds(1, boundaries)]) - passed + problem.costs.overhead * inside
-            loads, inside = (jnp.where(boundary < problem.partitions, x, 0) for x in (loads, inside))
-            costs_ref[candidate] = division.cost(jnp.max(loads), jnp.sum(inside))
-
-        def look_up(request):
+        @pl.when(request >= 0)
+        def _():
             origin, keys, size = problem.of_request(*(ref[request] for ref in lengths_refs))
             sizes_ref[request] = size
             before_ref[request] = jnp.sum(jnp.where(number < request, sizes, 0))
 
-            def some_blocks(n, unknown):
+            def some_blocks(table_ref, n, unknown):
                 start = n * BLOCKS
                 plgpu.commit_smem()  # all lanes have loaded the blocks before
-                fetch(table_ref, request * columns + start, blocks_s, blocks_full)
+                _fetch(table_ref, request * columns + start, blocks_s, blocks_full)
                 plgpu.barrier_wait(blocks_full)
-                first = (iota(BLOCKS) + start) * block_size
-                is_unknown = _is_unknown(load(blocks_s), num_blocks, first, block_size, origin, keys)
+                first = (_iota(BLOCKS) + start) * block_size
+                is_unknown = _is_unknown(_load(blocks_s), num_blocks, first, block_size, origin, keys)
                 return jnp.where(is_unknown, 1, unknown)
 
-            unknown = jnp.zeros_like(iota(BLOCKS))
-            if num_blocks is not None:
+            unknown = jnp.zeros_like(_iota(BLOCKS))
+            for table_ref in table_refs:
                 end = _ceil_div(origin + keys, BLOCKS * block_size)
-                unknown = lax.fori_loop(0, end, some_blocks, unknown)
+                unknown = lax.fori_loop(0, end, partial(some_blocks, table_ref), unknown)
             unknown_ref[request] = jnp.max(unknown)
 
-        cta = lax.axis_index("cta")
-        pl.when(cta < problem.candidates)(lambda: estimate(cta))
-        pl.when(cta >= problem.candidates)(lambda: look_up(cta - problem.candidates))
-
-    costs = padded(max(problem.candidates, 1))
     return kernel(
         body,
         interpret=interpret,
@@ -568,22 +546,49 @@ def _compare(
         grid_names=("cta",),
         num_threads=1,
         thread_name="wg",
-        out_type=[rows(requests), rows(requests), rows(problem.batch), rows(costs)],
+        out_type=[_rows(requests), _rows(requests), _rows(problem.batch), _rows(_padded(max(problem.candidates, 1)))],
         scratch_types={
-            "lengths_s": [smem(requests) for _ in lengths],
+            "lengths_s": [_smem(requests) for _ in lengths],
             "lengths_full": plgpu.Barrier(num_arrivals=len(lengths) * requests // LANES),
-            "sizes_s": smem(requests),
-            "passed_s": smem(boundaries + LANES),
-            "blocks_s": smem(BLOCKS),
+            "sizes_s": _smem(requests),
+            "passed_s": _smem(boundaries + LANES),
+            "blocks_s": _smem(BLOCKS),
             "blocks_full": plgpu.Barrier(num_arrivals=BLOCKS // LANES),
         },
-    )(*lengths, block_tables.reshape(-1))
+    )(*lengths, *[block_tables.reshape(-1)] * (num_blocks is not None))
+
+
+def _cost(problem: Problem, candidate, sizes, sizes_s, passed_s) -> jax.Array:
+    """The cost of a candidate, in `compare`, for requests of `sizes` steps; 0 after the last request."""
+    sizes_s[...] = sizes
+    steps = jnp.sum(sizes)
+    division = problem.division(candidate, steps)
+    boundary = _iota(passed_s.size - LANES)
+    position = boundary * division.length
+
+    def some_requests(carry):
+        request, total, ended, before = carry
+        for _ in range(UNROLL):
+            begin, size = division.begin(request, total), sizes_s[request]
+            request, total = request + 1, total + size
+            has_ended = begin + size <= position
+            ended, before = jnp.where(has_ended, request, ended), jnp.where(has_ended, total, before)
+        return request, total, ended, before
+
+    start = jnp.int32(0), jnp.int32(0), jnp.zeros_like(boundary), jnp.zeros_like(boundary)
+    *_, ended, before = lax.while_loop(lambda carry: carry[1] < steps, some_requests, start)
+    # The loop also counts some elements after the last request.
+    passed, inside = division.passed(position, jnp.minimum(ended, problem.batch), before)
+    passed_s[pl.ds(0, boundary.size)] = passed
+    load = _load(passed_s.at[pl.ds(1, boundary.size)]) - passed + problem.costs.overhead * inside
+    load, inside = (jnp.where(boundary < problem.partitions, x, 0) for x in (load, inside))
+    return division.cost(jnp.max(load), jnp.sum(inside))
 
 
 def _divide(lengths, compared, problem: Problem, *, interpret: bool) -> list[jax.Array]:
     """`partitions`, `work_tiles` and `split_requests` of a plan, from the results of `_compare`."""
     batch, columns = problem.batch, 6 + len(lengths)
-    parts = 2 if interpret else min(max(CTAS_OF_DIVIDE // batch, 1), MOST_PARTS)
+    parts = min(max(CTAS_OF_DIVIDE // batch, 1), 2 if interpret else MOST_PARTS)  # the interpreter is slow
 
     def body(*refs):
         *lengths_refs, sizes_ref, before_ref, unknown_ref, costs_ref = refs[:-3]
@@ -592,18 +597,18 @@ def _divide(lengths, compared, problem: Problem, *, interpret: bool) -> list[jax
         # All loads come first, so that they overlap.
         numbers = request, jnp.maximum(request - 1, 0), jnp.int32(batch - 1)
         own, previous, last = ((n, before_ref[n], sizes_ref[n]) for n in numbers)
-        number = iota(sizes_ref.size)
-        every = number, load(before_ref), load(sizes_ref)
+        number = _iota(sizes_ref.size)
+        of_all = number, _load(before_ref), _load(sizes_ref)
         length, *beyond = (ref[request] for ref in lengths_refs)
         unknown = unknown_ref[request]
         best = None
         if not problem.batch_invariant:
-            candidate = iota(costs_ref.size)
-            costs = jnp.where(candidate < problem.candidates, load(costs_ref), HUGE)
+            candidate = _iota(costs_ref.size)
+            costs = jnp.where(candidate < problem.candidates, _load(costs_ref), HUGE)
             best = jnp.min(jnp.where(costs == jnp.min(costs), candidate, HUGE))
 
         division = problem.division(best, last[1] + last[2])
-        *_, counts = division.place(*every)
+        *_, counts = division.place(*of_all)
         counts = jnp.where(number < request, counts, 0)
         tiles_before, splits_before = jnp.sum(counts), jnp.sum(jnp.where(counts > 1, counts, 0))
         *_, count = place = division.place(*own)
@@ -614,10 +619,10 @@ def _divide(lengths, compared, problem: Problem, *, interpret: bool) -> list[jax
 
         @pl.when((part == 0) & (problem.combined == batch))
         def _():
-            store(split_requests_ref, request, jnp.where(is_split, request, -1), *of_splits)
+            _store(split_requests_ref, request, jnp.where(is_split, request, -1), *of_splits)
 
         def partition_of(n):
-            """The partition of the n-th work tile; that of rows after the last work tile of all is the end."""
+            """The partition that the n-th row of this request is in; the end of all for a row that is no work tile."""
             return jnp.where(n < count, division.work_tile(place, n)[2], problem.partitions)
 
         *_, other_count = other = division.place(*previous)
@@ -626,24 +631,25 @@ def _divide(lengths, compared, problem: Problem, *, interpret: bool) -> list[jax
         def store_tile(i, _):
             n = i * parts + part
             tile = tiles_before + n
-            kept = jnp.minimum(n, problem.tiles - 1 - tiles_before)
+            kept = jnp.minimum(n, problem.tiles - 1 - tiles_before)  # the row of the table; the last one at its end
             first, end, _ = division.work_tile(place, kept)
             split = jnp.where(is_split, splits_before + kept, -1)
             row = request, first, end, keys, unmasked_end, split, origin, *beyond
-            pl.when(n == kept)(lambda: store(work_tiles_ref, tile, *row))
+            pl.when(n == kept)(lambda: _store(work_tiles_ref, tile, *row))
 
             def store_partition(partition, _):
-                store(partitions_ref, partition, tile, *row)
+                _store(partitions_ref, partition, tile, *row)
                 if problem.combined != batch:  # the last split of a request is the first work tile of a partition
                     ends = jnp.where(is_split & (n == count - 1), request, -1)
                     is_real = partition < problem.partitions
-                    pl.when(is_real)(lambda: store(split_requests_ref, partition, ends, *of_splits))
+                    pl.when(is_real)(lambda: _store(split_requests_ref, partition, ends, *of_splits))
                 return ()
 
             start = jnp.where(n > 0, partition_of(n - 1), partition_before) + 1
             return lax.fori_loop(start, partition_of(n) + 1, store_partition, ())
 
-        # The last request also has the rows after the last work tile, and that of the end of the table.
+        # The last request also has the rows after the last work tile, and the end of the table, where partitions begin
+        # that have no work tiles.
         end = jnp.where(request == batch - 1, problem.tiles + 1 - tiles_before, count)
         lax.fori_loop(0, _div(end - part + parts - 1, parts), store_tile, ())
 
@@ -656,42 +662,46 @@ def _divide(lengths, compared, problem: Problem, *, interpret: bool) -> list[jax
         grid_names=("request", "part"),
         num_threads=1,
         thread_name="wg",
-        out_type=[rows(problem.partitions + 1, 1 + columns), rows(problem.tiles, columns), rows(problem.combined, 3)],
+        out_type=[
+            _rows(problem.partitions + 1, 1 + columns),
+            _rows(problem.tiles, columns),
+            _rows(problem.combined, 3),
+        ],
     )(*lengths, *compared)
 
 
-def padded(count: int) -> int:
+def _padded(count: int) -> int:
     """`count`, rounded up to whole vectors."""
     return count + -count % LANES
 
 
-def rows(*shape: int) -> Any:
+def _rows(*shape: int) -> Any:
     """An array of int32 in device memory."""
     return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
-def smem(size: int) -> Any:
+def _smem(size: int) -> Any:
     """An array of int32 in shared memory."""
     return plgpu.SMEM((size,), jnp.int32)
 
 
-def iota(size: int) -> jax.Array:
+def _iota(size: int) -> jax.Array:
     """0, 1, 2, ... as a vector in registers."""
     return plgpu.layout_cast(lax.iota(jnp.int32, size), plgpu.Layout.WG_STRIDED((size,), 1))
 
 
-def load(ref) -> jax.Array:
+def _load(ref) -> jax.Array:
     """A vector in registers."""
     return plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED(ref.shape, 1))
 
 
-def store(ref, row, *values) -> None:
+def _store(ref, row, *values) -> None:
     """Stores a row of a table."""
     for column, value in enumerate(values):
         ref[row, column] = value
 
 
-def fetch(ref, start, to, full) -> None:
+def _fetch(ref, start, to, full) -> None:
     """Copies elements of `ref`, from `start` on, to shared memory; zeros after its end."""
 
     def copy(n, _):
