@@ -35,8 +35,10 @@ Timeline of `divide`, one or more CTAs of one warpgroup per request:
     count the work tiles and splits of all requests before this one
     per work tile: store its row, and those of the partitions that begin with it
 
-A batch-invariant plan has no candidates.  The longest part is the loop over requests of `compare`: 57 instructions per
-8 requests, with all lanes busy, about 120 cycles.  It is not unrolled further, because the code runs only once.
+A batch-invariant plan has no candidates.
+
+What bounds it: latency.  The longest part is the loop over requests of `compare`, which takes 16 requests at a time, in
+108 instructions and about 180 cycles.  It is not unrolled further, because the code runs only once.
 
 Barriers.  `lengths_full` and `blocks_full`: a copy has arrived.  Between stores to shared memory and loads by other
 lanes, the warpgroup meets, as in all of Pallas's kernels without `unsafe_no_auto_barriers`.
@@ -79,7 +81,7 @@ LANES = 128
 """Lanes of a warpgroup; vectors in registers have a multiple of this many elements."""
 BLOCKS = 512
 """Columns of a block table that are looked up at once."""
-UNROLL = 8
+UNROLL = 16
 """Requests per iteration of the loop of `compare`."""
 CTAS_OF_DIVIDE, MOST_PARTS = 256, 16
 """CTAs of `divide` if there are fewer requests, and the most that share the rows of a request."""
