@@ -42,8 +42,8 @@ What bounds it: latency.  The longest part is the loop over requests of `compare
 
 Barriers.  `lengths_full` and `blocks_full`: a copy has arrived.  Between stores to shared memory and loads by other
 lanes, the warpgroup meets, as in all of Pallas's kernels without `unsafe_no_auto_barriers`.
-Budget.  Shared memory of `compare`: two or three vectors of requests, one of boundaries, 2 KiB of blocks; less than
-16 KiB.  Registers: up to 48 per thread; for 1,024 requests, a vector has 8.
+Budget.  Shared memory of `compare`: two or three vectors of requests, one of boundaries, 2 KiB of blocks; for 1,024
+requests 16 KiB.  Registers: for 1,024 requests, a vector has 8 per thread, and both kernels use up to 55.
 """
 
 from dataclasses import dataclass, field, replace
@@ -86,6 +86,7 @@ UNROLL = 16
 CTAS_OF_DIVIDE, MOST_PARTS = 256, 16
 """CTAs of `divide` if there are fewer requests, and the most that share the rows of a request."""
 HUGE = 2**31 - 1
+"""More than any cost, and any number of a candidate."""
 
 
 @dataclass(frozen=True, kw_only=True)
