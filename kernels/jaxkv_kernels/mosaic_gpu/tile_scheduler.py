@@ -28,12 +28,16 @@ Timeline of `compare`, a CTA of one warpgroup per candidate division and per req
       boundary, of the next lane, is a partition's load
     store the cost: of the maximum of loads, and of splits
 
-Timeline of `divide`, one or more CTAs of one warpgroup per request:
+Timeline of `divide`, a CTA of one warpgroup per request, per partition, and for the rows after the last work tile:
 
     wait for `compare`
     the candidate of least cost; where its partitions and requests lie
-    count the work tiles and splits of all requests before this one
-    per work tile: store its row, and those of the partitions that begin with it
+    a lane has a request: how many of its work tiles precede the first one of this CTA; sums over all requests are the
+      number of this work tile, of its request, and of its split
+    a request's CTA: store its first work tile, or all of them if the plan is batch-invariant
+    a partition's CTA: store the work tile that it begins with among partitions and, if it is not the first of its
+      request, among work tiles
+    split requests: by the request's CTA, or by that of the partition in which the request ends
 
 A batch-invariant plan has no candidates.
 
@@ -83,8 +87,8 @@ BLOCKS = 512
 """Columns of a block table that are looked up at once."""
 UNROLL = 16
 """Requests per iteration of the loop of `compare`."""
-CTAS_OF_DIVIDE, MOST_PARTS = 256, 16
-"""CTAs of `divide` if there are fewer requests, and the most that share the rows of a request."""
+CTAS_AT_END = 128
+"""The most CTAs of `divide` for the rows after the last work tile."""
 HUGE = 2**31 - 1
 """More than any cost, and any number of a candidate."""
 
@@ -417,6 +421,14 @@ class Division(NamedTuple):
             count = _div(begin + size - 1, self.length) - _div(begin, self.length) + 1
         return begin, size, count
 
+    def preceding(self, place, partition) -> Any:
+        """How many work tiles of a request at `place` are in earlier partitions."""
+        begin, size, count = place
+        if self.problem.batch_invariant:
+            before = jnp.clip(partition * self.length - begin, 0, size)
+            return _div(before * count + size - 1, size)
+        return jnp.clip(partition - _div(begin, self.length), 0, count)
+
     def work_tile(self, place, n) -> tuple[Any, Any, Any]:
         """The first step and the end of the n-th work tile of a request at `place`, and the tile's partition.
 
@@ -590,86 +602,88 @@ def _cost(problem: Problem, candidate, sizes, sizes_s, passed_s) -> jax.Array:
 
 def _divide(lengths, compared, problem: Problem, *, interpret: bool) -> list[jax.Array]:
     """`partitions`, `work_tiles` and `split_requests` of a plan, from the results of `_compare`."""
-    batch, columns = problem.batch, 6 + len(lengths)
-    parts = min(max(CTAS_OF_DIVIDE // batch, 1), 2 if interpret else MOST_PARTS)  # the interpreter is slow
+    batch, partitions, columns = problem.batch, problem.partitions, 6 + len(lengths)
+    ends = min(problem.tiles - batch, CTAS_AT_END)
 
     def body(*refs):
         *lengths_refs, sizes_ref, before_ref, unknown_ref, costs_ref = refs[:-3]
         partitions_ref, work_tiles_ref, split_requests_ref = refs[-3:]
-        request, part = lax.axis_index("request"), lax.axis_index("part")
-        # All loads come first, so that they overlap.
-        numbers = request, jnp.maximum(request - 1, 0), jnp.int32(batch - 1)
-        own, previous, last = ((n, before_ref[n], sizes_ref[n]) for n in numbers)
-        number = _iota(sizes_ref.size)
-        of_all = number, _load(before_ref), _load(sizes_ref)
-        length, *beyond = (ref[request] for ref in lengths_refs)
-        unknown = unknown_ref[request]
-        best = None
+        own_request = lax.axis_index("cta")
+        own_partition = own_request - batch
+        own_end = own_partition - (partitions + 1)
+        of_request, at_end = own_request < batch, own_end >= 0
+        of_partition = ~of_request & ~at_end
+        # All loads that depend on nothing come first, so that they overlap.
+        number, sizes, before = _iota(sizes_ref.size), _load(sizes_ref), _load(before_ref)
+        total, best = sizes_ref[batch - 1] + before_ref[batch - 1], None
         if not problem.batch_invariant:
             candidate = _iota(costs_ref.size)
             costs = jnp.where(candidate < problem.candidates, _load(costs_ref), HUGE)
             best = jnp.min(jnp.where(costs == jnp.min(costs), candidate, HUGE))
+        division = problem.division(best, total)
 
-        division = problem.division(best, last[1] + last[2])
-        *_, counts = division.place(*of_all)
-        counts = jnp.where(number < request, counts, 0)
-        tiles_before, splits_before = jnp.sum(counts), jnp.sum(jnp.where(counts > 1, counts, 0))
-        *_, count = place = division.place(*own)
+        # How many work tiles of each request precede this CTA's: all or none, or those in earlier partitions.
+        *begins_and_sizes, counts = division.place(number, before, sizes)
+        counts = jnp.where(number < batch, counts, 0)
+        partition = jnp.where(of_partition, own_partition, 0)
+        whole_requests = jnp.where(of_request, own_request, jnp.where(at_end, batch, 0))
+        preceding = division.preceding((*begins_and_sizes, counts), partition)
+        preceding = jnp.where(number < whole_requests, counts, preceding)
+        tile, split = jnp.sum(preceding), jnp.sum(jnp.where(counts > 1, preceding, 0))
+        request = jnp.sum(jnp.where((preceding == counts) & (number < batch), 1, 0))
+        request = jnp.minimum(request, batch - 1)
+
+        *_, count = place = division.place(request, before_ref[request], sizes_ref[request])
+        n = jnp.where(at_end, count, division.preceding(place, partition))
         is_split = count > 1
-        of_splits = jnp.where(is_split, splits_before, splits_before - 1), count
+        length, *beyond = (ref[request] for ref in lengths_refs)
         origin, keys, _ = problem.of_request(length, *beyond)
-        unmasked_end = problem.unmasked_end(keys, unknown, *beyond)
+        unmasked_end = problem.unmasked_end(keys, unknown_ref[request], *beyond)
 
-        @pl.when((part == 0) & (problem.combined == batch))
-        def _():
-            _store(split_requests_ref, request, jnp.where(is_split, request, -1), *of_splits)
-
-        def partition_of(n):
-            """The partition that the n-th row of this request is in; the end of all for a row that is no work tile."""
-            return jnp.where(n < count, division.work_tile(place, n)[2], problem.partitions)
-
-        *_, other_count = other = division.place(*previous)
-        partition_before = jnp.where(request > 0, division.work_tile(other, other_count - 1)[2], -1)
+        def row(i):
+            """Columns of the i-th work tile after the first one of this CTA."""
+            first, end, _ = division.work_tile(place, n + i)
+            return request, first, end, keys, unmasked_end, jnp.where(is_split, split + i, -1), origin, *beyond
 
         def store_tile(i, _):
-            n = i * parts + part
-            tile = tiles_before + n
-            kept = jnp.minimum(n, problem.tiles - 1 - tiles_before)  # the row of the table; the last one at its end
-            first, end, _ = division.work_tile(place, kept)
-            split = jnp.where(is_split, splits_before + kept, -1)
-            row = request, first, end, keys, unmasked_end, split, origin, *beyond
-            pl.when(n == kept)(lambda: _store(work_tiles_ref, tile, *row))
+            _store(work_tiles_ref, tile + i, *row(i))
+            return ()
 
-            def store_partition(partition, _):
-                _store(partitions_ref, partition, tile, *row)
-                if problem.combined != batch:  # the last split of a request is the first work tile of a partition
-                    ends = jnp.where(is_split & (n == count - 1), request, -1)
-                    is_real = partition < problem.partitions
-                    pl.when(is_real)(lambda: _store(split_requests_ref, partition, ends, *of_splits))
-                return ()
+        @pl.when(of_request)
+        def _():
+            # The other work tiles of a request begin a partition, unless the plan is batch-invariant.
+            lax.fori_loop(0, count if problem.batch_invariant else 1, store_tile, ())
 
-            start = jnp.where(n > 0, partition_of(n - 1), partition_before) + 1
-            return lax.fori_loop(start, partition_of(n) + 1, store_partition, ())
+        @pl.when(of_partition)
+        def _():
+            if not problem.batch_invariant:
+                pl.when((n > 0) & (n < count))(lambda: _store(work_tiles_ref, tile, *row(0)))
+            kept = jnp.minimum(problem.tiles - 1 - tile, 0)  # a partition may begin at the end of the table
+            _store(partitions_ref, partition, tile, *row(kept))
 
-        # The last request also has the rows after the last work tile, and the end of the table, where partitions begin
-        # that have no work tiles.
-        end = jnp.where(request == batch - 1, problem.tiles + 1 - tiles_before, count)
-        lax.fori_loop(0, _div(end - part + parts - 1, parts), store_tile, ())
+        @pl.when(at_end)
+        def _():
+            steps = _div(jnp.maximum(problem.tiles - tile - own_end, 0) + ends - 1, ends)
+            lax.fori_loop(0, steps, lambda i, _: store_tile(own_end + i * ends, _), ())
+
+        by_request = problem.combined == batch
+        is_last = is_split & (by_request | (n == count - 1))
+
+        @pl.when(of_request if by_request else of_partition & (partition < partitions))
+        def _():
+            values = jnp.where(is_last, request, -1), split - jnp.where(is_split, n, 1), count
+            _store(split_requests_ref, request if by_request else partition, *values)
 
     return kernel(
         body,
         interpret=interpret,
         reduction_bytes=4 * LANES,
         kernel_name="plan_divide",
-        grid=(batch, parts),
-        grid_names=("request", "part"),
+        grid=(batch + partitions + 1 + ends,),
+        grid_names=("cta",),
         num_threads=1,
         thread_name="wg",
-        out_type=[
-            _rows(problem.partitions + 1, 1 + columns),
-            _rows(problem.tiles, columns),
-            _rows(problem.combined, 3),
-        ],
+        out_type=[_rows(partitions + 1, 1 + columns), _rows(problem.tiles, columns), _rows(problem.combined, 3)],
     )(*lengths, *compared)
 
 

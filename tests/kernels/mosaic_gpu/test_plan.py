@@ -28,8 +28,8 @@ OTHER = {"window": 319, "tokens": 3}
 INVARIANT = {"batch_invariant": True}
 CASES = [
     (7, 3, 20, {**PAIRS, **OTHER}),
-    (6, 5, 20, {**TILES, **INVARIANT}),
-    (5, 18, 20, {**PAIRS, **OTHER, "ahead": 70, "trailing": True}),
+    (4, 5, 20, {**TILES, **INVARIANT}),
+    (4, 8, 20, {**PAIRS, **OTHER, "ahead": 70, "trailing": True}),
     further((1, 20, 20, TILES)),
     further((9, 20, 20, {**PAIRS, "tokens": 3})),
     further((7, 3, 20, {**TILES, **OTHER, **INVARIANT, "ahead": None, "trailing": True})),
