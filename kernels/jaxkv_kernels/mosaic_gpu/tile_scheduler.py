@@ -47,7 +47,7 @@ What bounds it: latency.  The longest part is the loop over requests of `compare
 Barriers.  `lengths_full` and `blocks_full`: a copy has arrived.  Between stores to shared memory and loads by other
 lanes, the warpgroup meets, as in all of Pallas's kernels without `unsafe_no_auto_barriers`.
 Budget.  Shared memory of `compare`: two or three vectors of requests, one of boundaries, 2 KiB of blocks; for 1,024
-requests 16 KiB.  Registers: for 1,024 requests, a vector has 8 per thread, and both kernels use up to 55.
+requests 16 KiB.  Registers: for 1,024 requests, a vector has 8 per thread, and a thread uses up to 48.
 """
 
 from dataclasses import dataclass, field, replace
