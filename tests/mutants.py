@@ -62,9 +62,9 @@ BITS, FP4 = "kernels/jaxkv_kernels/formats/bits.py", "kernels/jaxkv_kernels/form
 INT8, NVFP4 = "kernels/jaxkv_kernels/formats/int8.py", "kernels/jaxkv_kernels/formats/nvfp4.py"
 FORMAT = "kernels/jaxkv_kernels/formats/format.py"
 POOL, PREFIX = "jaxkv/serving/pool.py", "jaxkv/serving/prefix.py"
-TABLE, BLOCK_TABLES = "jaxkv/serving/table.py", "jaxkv/serving/block_tables.py"
+TABLE, BLOCK_MANAGER = "jaxkv/serving/table.py", "jaxkv/serving/block_manager.py"
 ENGINE, REQUEST = "jaxkv/serving/engine.py", "jaxkv/serving/request.py"
-SPECULATIVE, SAMPLING = "jaxkv/serving/speculative.py", "jaxkv/models/sampling.py"
+SAMPLING = "jaxkv/models/sampling.py"
 
 SLOTS, LARGE = ("tests/ops/test_slots.py",), ("tests/ops/test_large.py",)
 PACKED_TESTS = ("tests/layout", "tests/offload/test_offload.py")
@@ -78,11 +78,11 @@ PLAN = ("tests/kernels/mosaic_gpu/test_plan.py",)
 MOSAIC_MLA, MOSAIC_KV = ("tests/kernels/mosaic_gpu/test_decode_mla.py",), ("tests/kernels/mosaic_gpu/test_kv.py",)
 FORMATS = ("tests/kernels/test_formats.py",)
 SERVING = ("tests/serving/test_engine.py",)
+DRAFTS, SAMPLING_TESTS = ("tests/serving/test_engine_drafts.py",), ("tests/models/test_sampling.py",)
 REUSE = ("tests/serving/test_engine_reuse.py",)
 STEPS = ("tests/serving/test_engine_steps.py",)
 TABLES = ("tests/serving/test_tables.py", "tests/serving/test_engine_tables.py")
 KEYS = ("tests/offload/test_offload.py",)
-SPECULATIVE_TESTS, SAMPLING_TESTS = ("tests/models/test_speculative.py",), ("tests/models/test_sampling.py",)
 
 MUTANTS = {
     "addressing": (
@@ -406,7 +406,7 @@ MUTANTS = {
         ),
         Mutant(
             "copies of shared blocks are not counted",
-            BLOCK_TABLES,
+            BLOCK_MANAGER,
             "return self.count(request, prefix, end) - kept + prefix.copied",
             "return self.count(request, prefix, end) - kept",
             REUSE,
@@ -441,10 +441,10 @@ MUTANTS = {
         ),
         Mutant(
             "an accepted draft is not counted as cached",
-            SPECULATIVE,
-            "request.cached += accepted + 1",
-            "request.cached += accepted",
-            SPECULATIVE_TESTS,
+            ENGINE,
+            "request.cached -= rejected",
+            "request.cached -= len(span.drafts)",
+            DRAFTS,
         ),
         Mutant(
             "the token that reaches top_p is left out",

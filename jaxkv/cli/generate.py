@@ -89,12 +89,10 @@ def run(args: argparse.Namespace) -> int:
     cache = nbytes(jax.eval_shape(lambda: model.cache(args.blocks)))
     require_memory(f"--blocks {args.blocks}, beside the weights", nbytes(model.params) + cache)
     sizes = {"num_blocks": args.blocks, "max_requests": min(len(prompts), MOST_ROWS)}
-    if args.num_speculative_tokens is None:
-        # No more chunks per step than the prompts have: all of them are computed, even if they are empty.
-        chunks = sum(math.ceil(len(prompt) / CHUNK) for prompt in prompts)
-        engine = serving.Engine(model, chunk=CHUNK, max_chunks=min(max(chunks, 1), MOST_CHUNKS), **sizes)
-    else:
-        engine = serving.SpeculativeEngine(model, num_speculative_tokens=args.num_speculative_tokens, **sizes)
+    # No more chunks per step than the prompts have: all of them are computed, even if they are empty.
+    chunks = sum(math.ceil(len(prompt) / CHUNK) for prompt in prompts)
+    drafts = None if args.num_speculative_tokens is None else serving.MTP(args.num_speculative_tokens)
+    engine = serving.Engine(model, chunk=CHUNK, max_chunks=min(max(chunks, 1), MOST_CHUNKS), drafts=drafts, **sizes)
     stop = () if args.ignore_eos else None
     requests = []
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True), 1):
@@ -116,10 +114,10 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
     read, new = sum(map(len, prompts)), sum(len(request.generated) for request in requests)
     notice(f"{read} prompt tokens and {new} new ones in {seconds:.2f} s: {new / seconds:.1f} new tokens/s")
-    if isinstance(engine, serving.SpeculativeEngine):
-        drafts = engine.acceptance
-        accepted = f"{drafts.accepted} of {drafts.drafted} drafts accepted ({drafts.rate:.1%})"
-        notice(f"{accepted}, {drafts.tokens_per_step:.2f} new tokens per request and step")
+    if drafts is not None:
+        found = engine.acceptance
+        accepted = f"{found.accepted} of {found.drafted} drafts accepted ({found.rate:.1%})"
+        notice(f"{accepted}, {found.tokens_per_step:.2f} new tokens per request and step")
     lost = [number for number, request in enumerate(requests, 1) if request.finish_reason == "nan"]
     for number in lost:
         notice(f"jaxkv generate: the logits of prompt {number} are NaN, so its text ends early")
@@ -184,9 +182,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
     return encode, partial(TextStream, tokenizer)
 
 
-def _pieces(
-    engine: serving.Engine | serving.SpeculativeEngine, request: serving.Request, stream: Stream
-) -> Iterator[str]:
+def _pieces(engine: serving.Engine, request: serving.Request, stream: Stream) -> Iterator[str]:
     """Yields the text of a request as it grows.  The engine serves the other requests at the same time."""
     shown = 0
     while True:

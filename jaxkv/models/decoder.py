@@ -105,6 +105,15 @@ def forward(model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_m
     return cache, x
 
 
+def hidden_states(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KVCache, tuple[jax.Array, ...]]:
+    """Processes several batches at once, as `step`; returns the cache and, of each batch, hidden [B, Q, hidden].
+
+    These are the hidden states of the new tokens after the final norm: `output(model, hidden)` are their logits.
+    """
+    cache, outputs = _forward(_layers, model, cache, batches)
+    return cache, tuple(final_norm(model, x) for x in outputs)
+
+
 def _forward(layers, model: Model, cache: KVCache, batches: Sequence[NewTokens]) -> Any:
     """Checks the batches, and runs `layers`, which is `_layers` or `_last_tokens`, on each device."""
     model.check_cache(cache)

@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, int32
 from jaxkv.models.batch import Batch
-from jaxkv.models.decoder import final_norm, forward, output
+from jaxkv.models.decoder import NewTokens, hidden_states, output
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.layers.linear import linear, rms_norm
 from jaxkv.models.model import Model
@@ -89,8 +89,9 @@ def draft(
       hidden: [B, Q, hidden], as in `mtp_forward`.
       tokens: int32 [B, Q], as in `mtp_forward`; the last one of a row is the request's last token.
       seq_lens: int32 [B], as in `mtp_forward`; 0 in rows without a request.
-      block_tables: int32 [B, M]; the tables have room for K - 1 further positions.
-      slot_mapping: int32 [B, Q + K - 1], the slots of the new positions and of the K - 1 positions after them.
+      block_tables: int32 [B, M].
+      slot_mapping: int32 [B, Q + K - 1], the slots of the new positions and of the K - 1 positions after them.  At the
+        first of these that is negative, the row's drafts end: those that it and later positions give have no meaning.
 
     Returns:
       The cache, and the drafts, int32 [B, K].
@@ -105,11 +106,10 @@ def draft(
     if slot_mapping.shape[1] < new:
         raise ValueError(f"`slot_mapping` has {slot_mapping.shape[1]} columns: expected {new} or more, as `tokens` has")
     cache, y = mtp_forward(model, cache, hidden, tokens, seq_lens, block_tables, slot_mapping[:, :new])
-    live = seq_lens > 0
     drafts = [_likeliest(model, y)]
     for i in range(new, slot_mapping.shape[1]):
-        lengths = jnp.where(live, seq_lens + len(drafts), 0)
         slots = slot_mapping[:, i : i + 1]
+        lengths = jnp.where(slots[:, 0] >= 0, seq_lens + len(drafts), 0)
         cache, y = mtp_forward(model, cache, y[:, -1:], drafts[-1][:, None], lengths, block_tables, slots)
         drafts.append(_likeliest(model, y))
     return cache, jnp.stack(drafts, axis=1)
@@ -123,7 +123,7 @@ def _likeliest(model: Model, y) -> jax.Array:
 def verify(
     model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping, temperature, top_p, seeds
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
-    """Computes the model's own tokens after each of Q new tokens, of which all but the first may be drafts.
+    """Computes the model's own tokens after each of up to Q new tokens, of which all but the first are drafts.
 
     The result has the model's own distribution: the draft d of a position is a single token, so that rejection sampling
     (arXiv 2211.17192, algorithm 1) accepts d with the probability p(d) that the model gives it, and otherwise draws
@@ -133,10 +133,10 @@ def verify(
     Args:
       model: from `load`.
       cache: from `model.cache`; donate it.
-      tokens: int32 [B, Q], the last known token of each request and Q - 1 drafts.
-      seq_lens: int32 [B], tokens of each request, all Q included; 0 in rows without a request.
+      tokens: int32 [B, Q], the last known token of each request and up to Q - 1 drafts, aligned to the end.
+      seq_lens: int32 [B], tokens of each request, the drafts included; 0 in rows without a request.
       block_tables: int32 [B, M], as in `prefill`.
-      slot_mapping: int32 [B, Q], the slot of each new token; negative in rows without a request.
+      slot_mapping: int32 [B, Q], the slot of each new token; negative for padding.
       temperature: float32 [B], 0 for the most likely tokens.
       top_p: float32 [B].
       seeds: uint32 [B].
@@ -145,7 +145,7 @@ def verify(
       - the cache.  Entries of rejected drafts remain until later tokens overwrite them.
       - hidden [B, Q, hidden], the hidden states of the new tokens after the final norm.
       - sampled, int32 [B, Q]: the model's token after each new token; -1 if its logits are NaN.  Of row b, the first
-        accepted[b] + 1 are valid.
+        accepted[b] + 1 after the padding are valid.
       - accepted, int32 [B]: the number of leading drafts that equal the model's tokens.
 
     Raises:
@@ -156,19 +156,23 @@ def verify(
         raise ValueError(
             "`model` has recurrent layers, whose states would remember rejected drafts: expected attention"
         )
-    cache, x = forward(model, cache, tokens, seq_lens, block_tables, slot_mapping)
-    hidden = final_norm(model, x)
-    sampled, accepted = accept(output(model, hidden), tokens, seq_lens, temperature, top_p, seeds)
+    cache, (hidden,) = hidden_states(model, cache, NewTokens(tokens, seq_lens, block_tables, slot_mapping))
+    options = temperature, top_p, seeds
+    sampled, accepted = accept(output(model, hidden), tokens, int32(slot_mapping) < 0, seq_lens, *options)
     return cache, hidden, sampled, accepted
 
 
-def accept(logits, tokens, seq_lens, temperature, top_p, seeds) -> tuple[jax.Array, jax.Array]:
-    """`sampled` and `accepted` of `verify`, given the logits [B, Q, V] after each of its tokens."""
+def accept(logits, tokens, padding, seq_lens, temperature, top_p, seeds) -> tuple[jax.Array, jax.Array]:
+    """`sampled` and `accepted` of `verify`, given the logits [B, Q, V] after its tokens, and which of them are padding.
+
+    `padding` is bool [B, Q].
+    """
     rows, columns = tokens.shape
     # A token's random numbers are those of its position, the number of tokens before it.
     positions = int32(seq_lens)[:, None] + jnp.arange(1 - columns, 1, dtype=jnp.int32)[None]
     temperature, top_p, seeds = (jnp.repeat(option, columns) for option in (temperature, top_p, seeds))
     sampled = sample(logits.reshape(rows * columns, -1), temperature, top_p, seeds, positions.reshape(-1))
     sampled = sampled.reshape(rows, columns)
-    right = sampled[:, :-1] == tokens[:, 1:]
-    return sampled, jnp.cumprod(right, axis=1, dtype=jnp.int32).sum(axis=1, dtype=jnp.int32)
+    right = padding[:, :-1] | (sampled[:, :-1] == tokens[:, 1:])
+    accepted = jnp.where(padding[:, :-1], 0, jnp.cumprod(right, axis=1, dtype=jnp.int32))
+    return sampled, accepted.sum(axis=1, dtype=jnp.int32)

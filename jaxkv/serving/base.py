@@ -1,4 +1,4 @@
-"""What `Engine`, `SpeculativeEngine` and `Replicas` share: the stream of tokens, and the end after an exception."""
+"""What `Engine` and `Replicas` share: the stream of tokens, and the end after an exception."""
 
 from abc import ABC, abstractmethod
 from collections import deque

@@ -5,7 +5,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Collection, Sequence
 from functools import partial
-from typing import override
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,8 @@ from jaxkv.offload import HostPool, prefix_keys
 from jaxkv.ops.blocks import copy_blocks
 from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, ends_engine
-from jaxkv.serving.block_tables import BlockTables
+from jaxkv.serving.block_manager import BlockManager
+from jaxkv.serving.drafts import MTP, AcceptanceStats, verify_and_draft
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
 from jaxkv.serving.request import Request, stop_tokens, token_ids
@@ -53,6 +54,9 @@ class Engine(EngineBase):
     joins, and that step waits for them.  Blocks that cannot be loaded are computed.  None of this changes the generated
     tokens, except through the rounding of logits.
 
+    With `drafts`, a step verifies the drafts of every request whose prompt is complete, appends the model's own tokens
+    up to the first that differs from its draft, and drafts the next ones.  The host waits for every step then.
+
     If the layout of the model's cache has several block tables, a request has blocks of each.  Blocks that lie before
     the window of their table are released while the request runs, and can still be found by their content.  A state
     (`StateEntry`) is stored where a step ends.  So that this is the end of a block, where other requests can use the
@@ -72,10 +76,12 @@ class Engine(EngineBase):
         max_chunks * chunk` tokens.
       offload: a pool that also stores the blocks, in host memory and, if it has a disk pool, on disk.  It must be made
         for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the engine.
+      drafts: how the next tokens are drafted, so that a step may add several tokens to a request; default not at all.
 
     Raises:
       ValueError: an argument is out of range; `offload` was made for another layout, or is passed although the cache is
-        on several devices; the model is data parallel (use `Replicas`); or its cache has tables that are not supported.
+        on several devices; the model is data parallel (use `Replicas`), or cannot draft as `drafts` says; or its cache
+        has tables that are not supported, with `drafts` several or other than those of entries that requests keep.
     """
 
     def __init__(
@@ -90,6 +96,7 @@ class Engine(EngineBase):
         chunk: int = 64,
         max_chunks: int = 8,
         offload: HostPool | None = None,
+        drafts: MTP | None = None,
     ):
         super().__init__()
         if isinstance(model.parallel, DataParallel):
@@ -114,6 +121,10 @@ class Engine(EngineBase):
                 f"`num_blocks` is {num_blocks}: expected at least {len(tables)}, because every request has a block of "
                 f"each of the tables {names}"
             )
+        self.drafts = drafts
+        self.acceptance = AcceptanceStats()
+        if drafts is not None:
+            drafts.check(model, tables)
         self._state_size = max((table.block_size for table in tables if table.states), default=0)
         """Tokens per block of states; 0 if there are none."""
         self._capacity = capacity(tables, num_blocks, self._step_tokens)
@@ -123,7 +134,7 @@ class Engine(EngineBase):
         # Without a pool, keys do not leave this engine, so they need not name the model.
         name = "" if offload is None else fingerprint(model)
         copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
-        self.tables = BlockTables(
+        self.block_manager = BlockManager(
             tables,
             self.pool,
             self.tiers,
@@ -141,10 +152,11 @@ class Engine(EngineBase):
         """Free places of running requests."""
         self.last = jax.device_put(jnp.zeros(self.max_requests, jnp.int32), _replicated(self.cache.buffer.sharding))
         """The last sampled token of every running request, on the device."""
-        self._launched: deque[tuple[jax.Array, dict[int, Span]]] = deque()
-        """Steps whose tokens have not been read: the sampled tokens, and the span of each row."""
+        self._launched: deque[tuple[Any, dict[int, Span]]] = deque()
+        """Steps whose tokens have not been read: the sampled tokens or what drafts found, and the span of each row."""
         # The cache is donated, so that it is updated in place.
-        self._layers = jax.jit(program.run_layers, donate_argnames="cache", compiler_options=model.compiler_options)
+        self.program = program.run_layers if drafts is None else verify_and_draft
+        self._layers = jax.jit(self.program, donate_argnames="cache", compiler_options=model.compiler_options)
         self._likeliest, self._draw = (
             jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)
         )
@@ -187,7 +199,7 @@ class Engine(EngineBase):
             raise ValueError(f"`prompt` {problem}: expected one or more token ids from 0 to {vocabulary - 1}")
         # The last token needs no entry, because no token attends to it.
         entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
-        table, cache = self.tables.max_len, self._capacity
+        table, cache = self.block_manager.max_len, self._capacity
         if entries > min(table, cache):
             small = "num_blocks" if entries > cache else "max_len"
             raise ValueError(
@@ -235,8 +247,8 @@ class Engine(EngineBase):
     def _step(self):
         # Launches a step, and reads the previous one.
         if schedule := self.schedule():
-            self.cache, logits = self._layers(self.model, self.cache, self.last, *self.batches(schedule))
-            self.launched(schedule, logits)
+            self.cache, found = self._layers(self.model, self.cache, self.last, *self.batches(schedule))
+            self.launched(schedule, found)
         self.read(behind=schedule is not None)
 
     @override
@@ -258,7 +270,7 @@ class Engine(EngineBase):
         self.check_usable()
         inputs = [self.batches(NOTHING), self.batches(NOTHING, prefill=True)]
         lowered = [self._layers.lower(self.model, self.cache, self.last, *batches) for batches in inputs]
-        for batches in inputs:
+        for batches in inputs if self.drafts is None else ():
             rows = sum(len(batch.seq_lens) for batch in batches)
             logits = jax.device_put(np.zeros((rows, self.model.config.vocab_size), np.float32), self.last.sharding)
             samplers = self._likeliest, self._draw
@@ -269,15 +281,15 @@ class Engine(EngineBase):
     @ends_engine
     def _run_without_requests(self, inputs: Sequence[list[InputBatch]]) -> None:
         for batches in inputs:
-            self.cache, logits = self._layers(self.model, self.cache, self.last, *batches)
-            self.warm_up_after(logits)
+            self.cache, found = self._layers(self.model, self.cache, self.last, *batches)
+            self.warm_up_after(found)
 
     @ends_engine
-    def warm_up_after(self, logits) -> None:
-        """Compiles the programs that follow the layers, given logits without requests."""
-        for sample in (self._likeliest, self._draw):
-            self._sample(sample, logits, {})
-        self.cache = self.tables.warm_up(self.cache)
+    def warm_up_after(self, found) -> None:
+        """Compiles the programs that follow the layers, given what these found without requests."""
+        for sample in (self._likeliest, self._draw) if self.drafts is None else ():
+            self._sample(sample, found, {})
+        self.cache = self.block_manager.warm_up(self.cache)
 
     # A step consists of the following methods, and of a program between them.  `Lockstep` runs that program for the
     # engines of several devices.
@@ -286,40 +298,52 @@ class Engine(EngineBase):
     def schedule(self) -> Schedule | None:
         """The tokens that the next step processes, for which requests have blocks then; None if there are none."""
         for request in list(self.running):
-            if request.place >= 0 and request.missing and not self.tables.has_blocks_up_to(request, self._end(request)):
-                self._make_room(request)
+            if request.place >= 0 and request.missing:
+                self._make_room(request, self._reach(request))
         room = self.max_chunks - sum(map(self._chunks_of, self.running))
         while room > 0 and (joined := self._admit()):
             room -= self._chunks_of(joined)
-        decoded = [Span.of(request, request.cached, 1) for request in self.running if request.missing == 1]
+        decoded = [Span.last(request) for request in self.running if request.missing == 1]
         chunks = self._chunks()
         return Schedule(chunks, decoded) if chunks or decoded else None
 
     def batches(self, schedule: Schedule, *, prefill: bool = False) -> list[InputBatch]:
         """The inputs of a step: decode rows, after prefill rows if there are any or if `prefill` forces them."""
-        sizes = {"tables": self.tables.arrays, "block_size": self.block_size}
-        batches = [InputBatch.of(schedule.decode, self.max_requests, 1, **sizes)]
+        columns = 1 if self.drafts is None else 1 + self.drafts.num_speculative_tokens
+        batches = [self._batch(schedule.decode, self.max_requests, columns)]
         if schedule.prefill or prefill:
-            batches = [InputBatch.of(schedule.prefill, self.max_chunks, self.chunk, **sizes), *batches]
+            batches = [self._batch(schedule.prefill, self.max_chunks, self.chunk), *batches]
         return batches
 
+    def _batch(self, spans: list[Span], count: int, columns: int) -> InputBatch:
+        batch = InputBatch.of(spans, count, columns, tables=self.block_manager.arrays, block_size=self.block_size)
+        return batch if self.drafts is None else batch.drafted(spans, self.drafts.lookahead, self.block_size)
+
     @ends_engine
-    def launched(self, schedule: Schedule, logits) -> None:
-        """Samples the tokens of a step on these tokens, given the logits of its rows, and takes note of it."""
-        first = len(logits) - self.max_requests
+    def launched(self, schedule: Schedule, found) -> None:
+        """Takes note of a step on these tokens, given the logits of its rows, from which it samples the next tokens.
+
+        With drafts, given the tokens that have been sampled.
+        """
+        first = len(jax.tree.leaves(found)[0]) - self.max_requests
         rows = {**dict(enumerate(schedule.prefill)), **dict(enumerate(schedule.decode, first))}
-        greedy = all(span.request.sampling.temperature == 0 for span in rows.values())
-        drawn = self._sample(self._likeliest if greedy else self._draw, logits, rows)
-        drawn.copy_to_host_async()
-        self._launched.append((drawn, rows))
-        for request, _, end, samples in rows.values():
+        if self.drafts is None:
+            greedy = all(span.request.sampling.temperature == 0 for span in rows.values())
+            found = self._sample(self._likeliest if greedy else self._draw, found, rows)
+        for array in jax.tree.leaves(found):
+            array.copy_to_host_async()
+        self._launched.append((found, rows))
+        for request, _, end, samples, _ in rows.values():
             request.cached = end
             request.unread += samples
 
     @ends_engine
     def read(self, *, behind: bool) -> None:
-        """Reads the tokens of the launched steps, or of all but the last if `behind`; they can be taken then."""
-        while len(self._launched) > behind:
+        """Reads the tokens of the launched steps, or of all but the last if `behind`; they can be taken then.
+
+        With drafts, reads all: how many tokens the next step starts with depends on how many drafts were accepted.
+        """
+        while len(self._launched) > (behind and self.drafts is None):
             self._read()
 
     def _sample(self, sample, logits, rows: dict[int, Span]) -> jax.Array:
@@ -356,27 +380,57 @@ class Engine(EngineBase):
             end -= end % self._state_size  # the state after a whole block, which other requests can use
         return end
 
+    def _reach(self, request: Request, start: int | None = None) -> int:
+        """Where the entries end that the next step of a request writes at most, those of drafts included."""
+        end = self._end(request, start)
+        if self.drafts is None or end < request.length:
+            return end
+        return min(end + len(request.drafts) + self.drafts.lookahead, request.most_entries)
+
     def _read(self) -> None:
         """Waits for the oldest launched step and appends its tokens to their requests."""
-        drawn, spans = self._launched.popleft()
-        tokens = np.asarray(drawn).tolist()
+        found, spans = self._launched.popleft()
+        found = jax.tree.map(lambda array: np.asarray(array).tolist(), found)
         for row, span in spans.items():
-            request, token = span.request, tokens[row]
+            request = span.request
             if request.finish_reason:
                 continue  # it was cancelled or ended after this step was launched
-            if token >= 0:  # negative if the logits were NaN
-                self.tables.fill(self.cache, request, span.start, span.end)
-                request.filled = span.end
-            if not span.samples:
-                continue  # the prompt is not complete: ignore the sampled token
-            request.unread -= 1
-            if token < 0:
-                request.finish_reason = "nan"
-            else:
-                request.append(token)
-                self._new.append((request, token))
-            if request.finish_reason:
-                self._leave(request)
+            if self.drafts is None:
+                self._append(span, [found[row]])
+                continue
+            accepted, columns = found.accepted[row], len(found.sampled[row])
+            first = columns - 1 - len(span.drafts)
+            self._append(span, found.sampled[row][first : first + accepted + 1])
+            self.acceptance.add(len(span.drafts), accepted)
+            if span.samples and not request.finish_reason:
+                request.drafts = found.drafts[row][: request.most_entries - request.length]
+
+    def _append(self, span: Span, tokens: list[int]) -> None:
+        """Appends the tokens that a step sampled after a span: its accepted drafts, and the one after them."""
+        request, (*accepted, last) = span.request, tokens
+        rejected = len(span.drafts) - len(accepted)
+        request.cached -= rejected
+        request.unread -= span.samples
+        for token in accepted:
+            self._receive(request, token)
+        if last >= 0:  # negative if the logits were NaN
+            end = min(span.end - rejected, len(request.tokens))  # a stop token may be among the accepted drafts
+            self.block_manager.fill(self.cache, request, span.start, end)
+            request.filled = end
+        if span.samples:  # else the prompt is not complete: ignore the sampled token
+            self._receive(request, last)
+        if request.finish_reason:
+            self._leave(request)
+
+    def _receive(self, request: Request, token: int) -> None:
+        """Appends the next token to a request, unless that has ended with an earlier token."""
+        if request.finish_reason:
+            return
+        if token < 0:
+            request.finish_reason = "nan"
+        else:
+            request.append(token)
+            self._new.append((request, token))
 
     def _admit(self) -> Request | None:
         """Admits the first waiting request if there is a place and enough blocks, or if preemption can free them.
@@ -388,28 +442,28 @@ class Engine(EngineBase):
         request = self.waiting[0]
         if not self._places and self.running[-1].priority >= request.priority:
             return None
-        self.tables.extend_keys(request)
+        self.block_manager.extend_keys(request)
         while True:
-            prefix = self.tables.prefix(request, self.running)
+            prefix = self.block_manager.prefix(request, self.running)
             if prefix.awaited:
                 return None
-            end = self._end(request, prefix.tokens)
-            if not self._places or self.tables.blocks_to_join(request, prefix, end) > self.pool.num_free:
+            end = self._reach(request, prefix.tokens)
+            if not self._places or self.block_manager.blocks_to_join(request, prefix, end) > self.pool.num_free:
                 if not self._preempt_for(request, prefix):
                     return None
             elif prefix.is_offloaded:  # all blocks that can be loaded are on the device then
-                self.cache, loaded = self.tables.load(self.cache, request, prefix)
+                self.cache, loaded = self.block_manager.load(self.cache, request, prefix)
                 self.prefix_stats.loaded += loaded
             else:
                 break
         insort(self.running, request, key=_rank)
         self.waiting.remove(request)
         request.place = self._places.pop()
-        self.tables.join(request, prefix)
+        self.block_manager.allocate(request, prefix)
         request.cached = request.filled = prefix.tokens
         self.prefix_stats.tokens += len(request.tokens)
         self.prefix_stats.found += prefix.tokens
-        self.cache = self.tables.ensure_writable(self.cache, request, self._end(request))
+        self.cache = self.block_manager.ensure_writable(self.cache, request, self._reach(request))
         return request
 
     def _preempt_for(self, request: Request, prefix: Prefix) -> bool:
@@ -419,35 +473,43 @@ class Engine(EngineBase):
         """
         others = [other for other in self.running if other.priority >= request.priority]
         held = {block for other in others for block in other.blocks}
-        count = self.tables.count(request, prefix, self._end(request, prefix.tokens))
+        count = self.block_manager.count(request, prefix, self._reach(request, prefix.tokens))
         needed = count + prefix.copied - len(held.intersection(prefix.on_device))
         if len(others) == len(self.running) or needed > self.pool.num_blocks - len(held):
             return False
-        self._preempt()
+        self._free_some()
         return True
 
-    def _preempt(self) -> None:
+    def _free_some(self) -> None:
         """Reads the launched steps, which may end requests; if there are none, preempts the last running request."""
         if self._launched:
             self._read()
         else:
-            latest = self.running[-1]
-            insort(self.waiting, latest, key=_rank)
-            self._leave(latest)
+            self.preempt(self.running[-1])
 
-    def _make_room(self, request: Request) -> None:
-        """Takes the blocks for a running request's next step; preempts the most recent requests if none is free."""
-        while request.place >= 0 and self.tables.missing_blocks(request, self._end(request)) > self.pool.num_free:
-            self._preempt()
+    def preempt(self, request: Request) -> None:
+        """Sends a running request, of which no launched step is unread, back to the waiting ones, without its blocks.
+
+        When it joins again, it continues with the tokens that it would have had, up to rounding.
+        """
+        insort(self.waiting, request, key=_rank)
+        self._leave(request)
+
+    def _make_room(self, request: Request, end: int) -> None:
+        """Takes the blocks of a running request up to token `end`; preempts the most recent requests if needed."""
+        if self.block_manager.has_blocks_up_to(request, end):
+            return
+        while request.place >= 0 and self.block_manager.missing_blocks(request, end) > self.pool.num_free:
+            self._free_some()
         if request.place >= 0:
-            self.cache = self.tables.ensure_writable(self.cache, request, self._end(request))
+            self.cache = self.block_manager.ensure_writable(self.cache, request, end)
 
     def _leave(self, request: Request) -> None:
         """Removes a request from the batch and releases its blocks."""
         self.running.remove(request)
         self._places.append(request.place)
-        self.tables.leave(request)
-        request.cached, request.filled, request.place = 0, 0, -1
+        self.block_manager.free(request)
+        request.cached, request.filled, request.drafts, request.place = 0, 0, [], -1
 
 
 def _rank(request: Request) -> tuple[int, int]:

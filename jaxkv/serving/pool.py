@@ -4,7 +4,7 @@
 class BlockPool:
     """A free list of blocks, with reference counts and keys of contents, on the host.
 
-    A block with a key can be found by it even after it is released, until it is evicted.  The block that has been free
+    A block with a key can be found by it even after it is freed, until it is evicted.  The block that has been free
     for longest is evicted first.
 
     Args:
@@ -32,7 +32,7 @@ class BlockPool:
         """Blocks that are not held, including those that can still be found by key."""
         return len(self._blank) + len(self._kept)
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Takes a free block, evicting a cached one if necessary.  RuntimeError if none is free: check `num_free`."""
         if self._blank:
             block = self._blank.pop()
@@ -40,7 +40,7 @@ class BlockPool:
             block = next(iter(self._kept))
             del self._kept[block], self._blocks[self._keys.pop(block)]
         else:
-            raise RuntimeError(f"none of {self.num_blocks} blocks is free: check `num_free` before taking one")
+            raise RuntimeError(f"none of {self.num_blocks} blocks is free: check `num_free` before allocating one")
         self._references[block] = 1
         return block
 
@@ -76,7 +76,7 @@ class BlockPool:
             self._references[self._held(block)] += 1
         return block
 
-    def release(self, block: int) -> None:
+    def free(self, block: int) -> None:
         """Removes one holder of a block; without holders, it is free.  ValueError if it is not held."""
         self._references[self._held(block)] -= 1
         if self._references[block]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import override
+from typing import Any, override
 
 import jax
 import numpy as np
@@ -16,7 +16,6 @@ from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.parallel.expert import DataExpertParallel
 from jaxkv.serving.base import EngineBase, ends_engine
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.program import run_layers
 from jaxkv.serving.request import Request
 from jaxkv.serving.step_inputs import NOTHING, Schedule
 
@@ -144,14 +143,14 @@ class Lockstep:
         self._engines = engines
         self._model = model
         self._sharding = NamedSharding(mesh, PartitionSpec(axis))
-        self._layers = jax.jit(_layers, donate_argnames="cache")
+        self._layers = jax.jit(_layers, static_argnames="program", donate_argnames="cache")
 
     def step(self) -> list[tuple[Request, int]]:
         """Launches a step of all engines; returns the new tokens of the previous steps with their requests."""
         schedules = [engine.schedule() for engine in self._engines]
         if any(schedules):
-            logits = self._run(schedules, prefill=any(schedule.prefill for schedule in schedules if schedule))
-            for engine, schedule, mine in zip(self._engines, schedules, logits, strict=True):
+            found = self._run(schedules, prefill=any(schedule.prefill for schedule in schedules if schedule))
+            for engine, schedule, mine in zip(self._engines, schedules, found, strict=True):
                 if schedule is not None:
                     engine.launched(schedule, mine)
         for engine, schedule in zip(self._engines, schedules, strict=True):
@@ -161,21 +160,22 @@ class Lockstep:
     def warm_up(self) -> None:
         """Compiles all programs, so that later steps do not compile."""
         for prefill in (False, True):
-            logits = self._run([None] * len(self._engines), prefill=prefill)
-            for engine, mine in zip(self._engines, logits, strict=True):
+            found = self._run([None] * len(self._engines), prefill=prefill)
+            for engine, mine in zip(self._engines, found, strict=True):
                 engine.warm_up_after(mine)
 
-    def _run(self, schedules: Sequence[Schedule | None], *, prefill: bool) -> list[jax.Array]:
-        """Runs the layers, with prefill rows or without; the logits of each engine's rows, on its device."""
+    def _run(self, schedules: Sequence[Schedule | None], *, prefill: bool) -> list[Any]:
+        """Runs the layers, with prefill rows or without; what they found for each engine's rows, on its device."""
         pairs = zip(self._engines, schedules, strict=True)
         batches = [engine.batches(schedule or NOTHING, prefill=prefill) for engine, schedule in pairs]
         rows = jax.tree.map(lambda *arrays: jax.device_put(np.concatenate(arrays), self._sharding), *batches)
         cache = jax.tree.map(self._joined, *[engine.cache for engine in self._engines])
         last = self._joined(*[engine.last for engine in self._engines])
-        cache, logits = self._layers(self._model, cache, last, *rows)
+        cache, found = self._layers(self._engines[0].program, self._model, cache, last, *rows)
         for engine, buffer in zip(self._engines, _parts(cache.buffer), strict=True):
             engine.cache = KVCache(buffer, cache.layout)
-        return _parts(logits)
+        arrays, structure = jax.tree.flatten(found)
+        return [jax.tree.unflatten(structure, mine) for mine in zip(*map(_parts, arrays), strict=True)]
 
     def _joined(self, *arrays: jax.Array) -> jax.Array:
         """The concatenation of an array [n] of each device, without a copy."""
@@ -188,11 +188,10 @@ def _parts(array: jax.Array) -> list[jax.Array]:
     return [shard.data for shard in sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)]
 
 
-def _layers(model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, jax.Array]:
-    """`run_layers` on every device; `rows` are its batches."""
-    return model.parallel.run(_on_each, model, cache, last, *rows)
+def _layers(program, model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, Any]:
+    """The program of an engine on every device; `rows` are its batches."""
 
+    def on_each(model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, Any]:
+        return program(replace(model, parallel=model.parallel.inside), cache, last, *rows)
 
-def _on_each(model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, jax.Array]:
-    """`run_layers` on one device."""
-    return run_layers(replace(model, parallel=model.parallel.inside), cache, last, *rows)
+    return model.parallel.run(on_each, model, cache, last, *rows)

@@ -44,6 +44,8 @@ class Request:
     """The number of leading tokens whose entries have been written, and are not NaN, as far as the host has read."""
     unread: int = field(default=0, init=False)
     """The number of tokens after `tokens` that launched steps sample, and that the host has not read yet."""
+    drafts: list[int] = field(default_factory=list, init=False)
+    """Drafts of the tokens after `tokens`, for the next step to verify."""
     place: int = field(default=-1, init=False)
     """Where its last token is kept on the device while it runs."""
     finish_reason: str | None = field(default=None, init=False)
@@ -78,6 +80,11 @@ class Request:
         return len(self.tokens) + self.unread
 
     @property
+    def most_entries(self) -> int:
+        """The most entries that it needs.  Its last token needs none, because no token attends to it."""
+        return len(self.prompt) + self.max_tokens - 1
+
+    @property
     def missing(self) -> int:
         """The number of tokens without entries that the next steps process: 1 if the next step decodes, more if it
         prefills, and 0 if launched steps sample the last of `max_tokens`."""
@@ -86,7 +93,7 @@ class Request:
 
     def reset(self) -> None:
         """Forgets what an engine knows of it: its place, its blocks, and the steps that have been launched with it."""
-        self.held, self.cached, self.filled, self.unread, self.place = {}, 0, 0, 0, -1
+        self.held, self.cached, self.filled, self.unread, self.drafts, self.place = {}, 0, 0, 0, [], -1
 
     def append(self, token: int) -> None:
         """Appends the next token; sets `finish_reason` if it is a stop token, or the last of `max_tokens`."""

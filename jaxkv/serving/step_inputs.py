@@ -21,12 +21,19 @@ class Span(NamedTuple):
     end: int
     samples: bool
     """Whether these tokens are the request's last, so that the step samples the next one."""
+    drafts: Sequence[int] = ()
+    """Drafts of the tokens after the request's last.  They are part of the span, and `end` is after them."""
 
     @classmethod
     def of(cls, request: Request, start: int, most: int) -> "Span":
         """The tokens from position `start` on, at most `most`."""
         end = min(start + most, request.length)
         return cls(request, start, end, end == request.length)
+
+    @classmethod
+    def last(cls, request: Request) -> "Span":
+        """The last token of a request, and its drafts."""
+        return cls(request, request.cached, request.length + len(request.drafts), True, request.drafts)
 
 
 class Schedule(NamedTuple):
@@ -35,7 +42,7 @@ class Schedule(NamedTuple):
     prefill: list[Span]
     """Chunks of prompts."""
     decode: list[Span]
-    """The last tokens of requests whose prompts are complete."""
+    """The last tokens of requests whose prompts are complete, with their drafts."""
 
 
 NOTHING = Schedule([], [])
@@ -54,6 +61,8 @@ class InputBatch(NamedTuple):
     """int32 [B, Q]; -1 for padding."""
     places: Any
     """int32 [B], where the request's last token is kept on the device."""
+    drafting: Any = None
+    """`Drafting` in steps with drafts."""
 
     @classmethod
     def of(
@@ -78,16 +87,29 @@ class InputBatch(NamedTuple):
         )
         rows.places[:used] = places
         rows.seq_lens[:used] = [span.end for span in spans]
-        for row, (request, start, end, _) in enumerate(spans):
-            first, known = columns - (end - start), request.tokens[start:end]
+        for row, (request, start, end, _, drafts) in enumerate(spans):
+            first, known = columns - (end - start), [*request.tokens[start:end], *drafts]
             rows.tokens[row, first : first + len(known)] = known
             rows.tokens[row, first + len(known) :] = ON_DEVICE
         positions = rows.seq_lens[:used, None] - columns + np.arange(columns, dtype=np.int32)
         starts = np.asarray([span.start for span in spans], np.int32)[:, None]
-        blocks = np.take_along_axis(main[:used], np.maximum(positions, 0) // block_size, axis=1)
-        slots = blocks * block_size + positions % block_size
-        rows.slot_mapping[:used] = np.where(positions < starts, -1, slots)
+        rows.slot_mapping[:used] = _slots(main[:used], positions, positions >= starts, block_size)
         return rows
+
+    def drafted(self, spans: Sequence[Span], lookahead: int, block_size: int) -> "InputBatch":
+        """The batch of these spans, with the inputs of drafts that write `lookahead` entries after the new ones."""
+        count, used = len(self.seq_lens), len(spans)
+        drafting = Drafting(
+            following=np.full(count, -1, np.int32),
+            lookahead=np.full((count, lookahead), -1, np.int32),
+            choices=Choices.of(dict(enumerate(spans)), count),
+        )
+        drafting.following[:used] = [-1 if span.samples else span.request.tokens[span.end] for span in spans]
+        positions = self.seq_lens[:used, None] + np.arange(lookahead, dtype=np.int32)
+        ends = [span.request.most_entries if span.samples else 0 for span in spans]
+        written = positions < np.asarray(ends, np.int32)[:, None]
+        drafting.lookahead[:used] = _slots(self.block_tables[:used], positions, written, block_size)
+        return self._replace(drafting=drafting)
 
     def new_tokens(self, last) -> NewTokens:
         """The batch for `models.step`, given the last token of each place, int32 [places]."""
@@ -130,3 +152,19 @@ class Choices(NamedTuple):
         choices.top_p[rows] = [sampling.top_p for sampling in samplings]
         choices.seeds[rows] = [sampling.seed for sampling in samplings]
         return choices
+
+
+class Drafting(NamedTuple):
+    """What a batch of a step with drafts has besides, one row per span."""
+
+    following: Any
+    """int32 [B], the token after the span; -1 if the step samples it."""
+    lookahead: Any
+    """int32 [B, L], the slots of the positions after the span; -1 where the request needs none."""
+    choices: Choices
+
+
+def _slots(block_tables: np.ndarray, positions: np.ndarray, written: np.ndarray, block_size: int) -> np.ndarray:
+    """The slots of positions [B, Q]; -1 for those that are not written."""
+    blocks = np.take_along_axis(block_tables, np.where(written, positions, 0) // block_size, axis=1)
+    return np.where(written, blocks * block_size + positions % block_size, -1)

@@ -12,6 +12,7 @@ import pytest
 
 import jaxkv
 from jaxkv.cli import BENCHMARKS, COMMANDS, main
+from models.checkpoints.mtp import with_mtp
 from support.compare import assert_close
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +50,14 @@ def test_the_engine_finds_prefixes_of_an_earlier_run(tmp_path):
         scope = {}
         exec(code.replace('"/tmp/blocks"', repr(str(tmp_path))), scope)
         assert scope["engine"].prefix_stats.found == found
+
+
+@pytest.mark.ci
+def test_the_engine_drafts(tmp_path):
+    code = code_in("jaxkv/serving", "from jaxkv import models, serving\n\nmodel")
+    scope = {}
+    exec(code.replace('"DIR"', repr(str(with_mtp(tmp_path)[0]))), scope)
+    assert scope["engine"].acceptance.drafted > 100
 
 
 def test_prefill_and_decode_run():

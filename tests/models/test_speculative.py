@@ -1,8 +1,6 @@
 """Drafts of the MTP layer: equal to a NumPy oracle; tokens with drafts are those without, and so is their law."""
 
-import json
-from collections import Counter
-from functools import cache, partial
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +12,7 @@ from jaxkv import models, serving
 from jaxkv.models.speculative import accept
 from models.checkpoints.mtp import FOLDER, LAYER, with_mtp
 from models.checkpoints.published import PUBLISHED
-from support.cases import further, slow
 from support.compare import assert_close
-from support.recorded import recorded
 
 BLOCK = 16
 
@@ -122,132 +118,6 @@ def test_hidden_states_are_those_after_the_final_norm(checkpoint):
     np.testing.assert_array_equal(sampled, (right @ weights["lm_head.weight"].T).argmax(-1))
 
 
-def generate(engine, prompts, count, samplings=None):
-    samplings = samplings or [models.Sampling()] * len(prompts)
-    requests = [
-        engine.submit(prompt, max_tokens=count, sampling=sampling, stop=())
-        for prompt, sampling in zip(prompts, samplings, strict=True)
-    ]
-    stream = list(engine.run())
-    for request in requests:
-        assert [token for owner, token in stream if owner is request] == request.generated
-    assert engine.pool.num_free == engine.pool.num_blocks
-    return [request.generated for request in requests]
-
-
-@pytest.mark.ci  # the toy models of the other tests draft and verify, too
-def test_tokens_are_the_recorded_ones(checkpoint):
-    """Random drafts, nearly all of which are wrong; requests wait for blocks; prompts in chunks."""
-    model = models.load(checkpoint[0], mtp=True)
-    prompts, tokens = zip(*recorded(FOLDER.name), strict=True)
-    engine = serving.SpeculativeEngine(
-        model, num_blocks=20, block_size=BLOCK, num_speculative_tokens=3, max_requests=3, chunk=48
-    )
-    assert generate(engine, prompts, 64) == [*tokens]
-    assert engine.acceptance.drafted == 3 * engine.acceptance.steps
-
-
-@cache
-def predictable():
-    """A model whose tokens mostly depend on the last token alone, and whose MTP layer therefore is often right.
-
-    Attention and feed-forwards are small beside the residual, so that the head sees little more than the embedding of
-    the last token; `eh_proj` passes the embedding of the token that it is given.
-    """
-    values = json.loads((FOLDER / "config.json").read_text()) | {"num_nextn_predict_layers": 1}
-    model = models.random_model(models.ModelConfig.from_json(values), seed=3, mtp=True)
-
-    def smaller(path, weight):
-        name = path[-1].key
-        if name == "embed":
-            return weight * weight.shape[-1] ** 0.5
-        return weight * 0.5 if name in ("o", "down") else weight
-
-    params = jax.tree.map_with_path(smaller, model.params)
-    hidden = params["norm"].shape[0]
-    params["mtp"]["eh_proj"] = jnp.eye(hidden, 2 * hidden)
-    return models.Model(params, model.config, model.entry_format)
-
-
-SIZES = dict(num_blocks=16, block_size=BLOCK, max_requests=2, chunk=16)  # the same, so that they are compiled once
-SAMPLED = [models.Sampling(0.1, 0.9, seed) for seed in range(3)]
-
-
-@pytest.mark.parametrize("samplings", [slow(None), further(SAMPLED)], ids=["greedy", "sampled"])
-def test_accepted_drafts_leave_the_tokens_as_they_are(samplings):
-    model = predictable()
-    prompts = [[3, 1, 4, 1, 5], [9], list(range(40))]
-    speculative = serving.SpeculativeEngine(model, num_speculative_tokens=2, **SIZES)
-    found = generate(speculative, prompts, 40, samplings)
-    assert found == generate(serving.Engine(model, **SIZES), prompts, 40, samplings)
-    acceptance = speculative.acceptance
-    assert 0.2 < acceptance.rate < 1, acceptance
-    assert acceptance.steps < 3 * 39
-    # The first token of a request is that of the prefill; the last step of a request may find more than it needs.
-    new = acceptance.steps + acceptance.accepted
-    assert 3 * 39 <= new <= 3 * (39 + 2)
-
-
-def test_no_token_follows_a_stop_token_or_the_last_in_the_middle_of_drafts(monkeypatch):
-    """Every token as the stop token, and every number of tokens: some come before the last accepted draft of a step."""
-    model = predictable()
-    prompts = [[3, 1, 4, 1, 5], [9]]
-    engine = serving.SpeculativeEngine(model, num_speculative_tokens=2, **SIZES)
-    truth = generate(engine, prompts, 40)
-    first = {tuple(tokens): [n for n, token in enumerate(tokens) if token not in tokens[:n]] for tokens in truth}
-    cases = [(tokens, end, 40) for tokens in truth for end in first[tuple(tokens)]]
-    cases += [(tokens, None, most) for tokens in truth for most in range(1, 8)]
-    cases += [(tokens, end, end + most) for tokens in truth for end in first[tuple(tokens)][1:6] for most in (0, 1, 2)]
-    dropped, append = Counter(), engine._append
-
-    def counted(request, tokens):
-        before = len(request.generated)
-        append(request, tokens)
-        dropped[request.finish_reason] += len(tokens) - (len(request.generated) - before)
-
-    monkeypatch.setattr(engine, "_append", counted)
-    held = [
-        engine.submit(prompts[truth.index(tokens)], max_tokens=most, stop=() if end is None else (tokens[end],))
-        for tokens, end, most in cases
-    ]
-    stream = list(engine.run())
-    for request, (tokens, end, most) in zip(held, cases, strict=True):
-        stops = end is not None and end < most
-        assert request.generated == (tokens[: end + 1] if stops else tokens[:most])
-        assert request.finish_reason == ("stop" if stops else "length")
-        assert [token for owner, token in stream if owner is request] == request.generated
-    assert engine.pool.num_free == engine.pool.num_blocks
-    assert min(dropped["stop"], dropped["length"]) > 0, dropped
-
-
-def test_a_stop_token_or_nan_ends_the_request():
-    model = predictable()
-    engine = serving.SpeculativeEngine(model, num_speculative_tokens=2, **SIZES)
-    (tokens,) = generate(engine, [[3, 1, 4]], 30)
-    stop = tokens[10]
-    request = engine.submit([3, 1, 4], max_tokens=30, stop=(stop,))
-    list(engine.run())
-    assert request.generated == tokens[: tokens.index(stop) + 1]
-    assert request.finish_reason == "stop"
-
-    lost = {**model.params, "embed": model.params["embed"].at[tokens[5]].set(jnp.nan)}
-    engine.model = models.Model(lost, model.config, model.entry_format)
-    request = engine.submit([3, 1, 4], max_tokens=30, stop=())
-    list(engine.run())
-    assert request.generated == tokens[: tokens.index(tokens[5]) + 1]
-    assert request.finish_reason == "nan"
-    assert engine.pool.num_free == engine.pool.num_blocks
-
-
-def test_prompts_and_stops_are_token_ids():
-    engine = serving.SpeculativeEngine(predictable(), num_speculative_tokens=2, **SIZES)
-    for wrong in ({"prompt": "hi"}, {"prompt": [1.5]}, {"prompt": [1], "stop": "x"}):
-        with pytest.raises(TypeError, match="expected token ids"):
-            engine.submit(**wrong)
-    with pytest.raises(TypeError, match=r"`sampling` is 0.5: expected a Sampling"):
-        engine.submit([1], sampling=0.5)
-
-
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.8, 1.0), (1.3, 0.8)])
 def test_accepted_and_rejected_drafts_together_have_the_models_distribution(temperature, top_p):
     """Chi-square of the tokens of 20,000 seeds, fixed ones, after 1 token and 2 drafts of a vocabulary of 6."""
@@ -257,7 +127,7 @@ def test_accepted_and_rejected_drafts_together_have_the_models_distribution(temp
     tokens = jnp.tile(jnp.asarray([0, *drafts], jnp.int32), (count, 1))
     options = jnp.full(count, temperature), jnp.full(count, top_p), jnp.arange(count, dtype=jnp.uint32)
     many = jnp.broadcast_to(logits, (count, *logits.shape))
-    sampled, accepted = map(np.asarray, accept(many, tokens, jnp.full(count, 10, jnp.int32), *options))
+    sampled, accepted = map(np.asarray, accept(many, tokens, tokens < 0, jnp.full(count, 10, jnp.int32), *options))
     reached = np.ones(count, bool)
     for i, row in enumerate(logits):
         p = np.exp(row.astype(np.float64) / temperature)
@@ -282,13 +152,10 @@ def test_an_mtp_layer_that_is_not_there_or_differs_is_rejected(checkpoint, tmp_p
         models.load(FOLDER, mtp=True)
     model = models.load(FOLDER)
     with pytest.raises(ValueError, match="no layer of multi-token prediction"):
-        serving.SpeculativeEngine(model, num_blocks=4)
-    few = {**SIZES, "num_blocks": 1, "num_speculative_tokens": 9}
-    with pytest.raises(ValueError, match="`num_blocks` is 1, of 16 tokens: expected at least 2, because a token with"):
-        serving.SpeculativeEngine(predictable(), **few)
-    small = serving.SpeculativeEngine(predictable(), **{**SIZES, "num_blocks": 2})
-    with pytest.raises(ValueError, match=r"34 entries with .* because of `num_blocks`, a request's table holds 32"):
-        small.submit([1], max_tokens=33)
+        serving.Engine(model, num_blocks=4, drafts=serving.MTP())
+    for wrong in (0, -1, 1.5):
+        with pytest.raises(ValueError, match=f"`num_speculative_tokens` is {wrong}"):
+            serving.MTP(wrong)
     folder, weights = with_mtp(tmp_path)
     name = f"{LAYER}embed_tokens.weight"
     safetensors.numpy.save_file({**weights, name: weights[name] + 1}, folder / "model.safetensors")

@@ -252,6 +252,20 @@ class TestServing:
             assert not engine.running
             assert engine.pool.num_free == engine.pool.num_blocks
 
+    @pytest.mark.parametrize("parallel", [further(models.DataExpertParallel), slow(models.DataParallel)])
+    def test_replicas_draft(self, parallel, tmp_path):
+        folder, _ = with_mtp(tmp_path)
+        model = models.load(folder, mtp=True, parallel=parallel(mesh_of(2), "x"))
+        served = serving.Replicas(model, drafts=serving.MTP(2), **SIZES)
+        served.warm_up()
+        prompts, right = zip(*recorded("deepseek_v3"), strict=True)
+        requests = [served.submit(prompt, max_tokens=8, stop=()) for prompt in (*prompts[:4], prompts[0])]
+        list(served.run())
+        assert [request.generated for request in requests] == [tokens[:8] for tokens in (*right[:4], right[0])]
+        for engine in served.engines:
+            assert engine.acceptance.drafted > 0
+            assert engine.pool.num_free == engine.pool.num_blocks
+
     @pytest.mark.ci
     def test_requests_join_while_others_run(self):
         model = models.load(FOLDER / "deepseek_v2_lite", dtype="float32", parallel=divided(2))

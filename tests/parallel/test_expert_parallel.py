@@ -107,7 +107,7 @@ def test_every_device_holds_its_experts_whole():
 def test_drafts_on_several_devices(tmp_path):
     folder, _ = with_mtp(tmp_path)
     model = models.load(folder, parallel=models.ExpertParallel(mesh_of(4), "x"), mtp=True)
-    engine = serving.SpeculativeEngine(model, num_blocks=40, block_size=16, max_requests=4, chunk=64)
+    engine = serving.Engine(model, num_blocks=40, block_size=16, max_requests=4, chunk=64, drafts=serving.MTP())
     found, right = served(engine, "deepseek_v3", 8)
     assert found == right
 

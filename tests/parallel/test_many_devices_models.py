@@ -391,7 +391,7 @@ def test_a_model_rejects_a_cache_of_other_tokens():
     engines = [serving.Engine(load(SMALL, context(2, n)), num_blocks=4, block_size=BLOCK) for n in (8, 1)]
     requests = [engine.submit([1] * BLOCK, max_tokens=1) for engine in engines]
     for engine, request in zip(engines, requests, strict=True):
-        engine.tables.extend_keys(request)
+        engine.block_manager.extend_keys(request)
     assert requests[0].keys_of("") != requests[1].keys_of("")
 
 

@@ -19,13 +19,13 @@ RUNS, STEPS, REQUESTS = 5, 100, 8
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("engine", [serving.Engine, serving.SpeculativeEngine])
-def test_engines_compile_with_the_options_of_the_model(engine, monkeypatch):
+@pytest.mark.parametrize("drafts", [None, serving.MTP()])
+def test_engines_compile_with_the_options_of_the_model(drafts, monkeypatch):
     values = json.loads((FOLDER / "deepseek_v3" / "config.json").read_text())
     config = models.ModelConfig.from_json({**values, "num_nextn_predict_layers": 1})
-    model = models.random_model(config, mtp=engine is serving.SpeculativeEngine)
+    model = models.random_model(config, mtp=drafts is not None)
     monkeypatch.setattr(models.Model, "compiler_options", {"no_such_option": "1"})
-    served = engine(model, **SIZES)
+    served = serving.Engine(model, drafts=drafts, **SIZES)
     served.submit([3, 1, 4], max_tokens=1)
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
         list(served.run())

@@ -89,9 +89,9 @@ def test_twenty_requests_join_and_leave_with_one_trace_of_each_program(monkeypat
 
 def copies(served, monkeypatch):
     """Counts the blocks that are copied."""
-    made, copy = [], served.tables._copy
+    made, copy = [], served.block_manager._copy
     monkeypatch.setattr(
-        served.tables, "_copy", lambda cache, src, dst: made.append((src, dst)) or copy(cache, src, dst)
+        served.block_manager, "_copy", lambda cache, src, dst: made.append((src, dst)) or copy(cache, src, dst)
     )
     return made
 
@@ -272,18 +272,18 @@ def test_drawn_tokens_depend_only_on_the_seed():
 
 def test_the_pool_rejects_blocks_that_nobody_holds():
     pool = BlockPool(2)
-    block = pool.take()
+    block = pool.allocate()
     pool.share(block)
     assert pool.is_shared(block)
-    pool.release(block)
+    pool.free(block)
     assert not pool.is_shared(block)
-    pool.release(block)
+    pool.free(block)
     assert pool.num_free == 2
-    for misuse in (pool.release, pool.share, pool.is_shared):
+    for misuse in (pool.free, pool.share, pool.is_shared):
         with pytest.raises(ValueError, match=f"`block` is {block}, which is free"):
             misuse(block)
     with pytest.raises(ValueError, match="`block` is 2: expected one of the 2 blocks"):
-        pool.release(2)
-    assert {pool.take(), pool.take()} == {0, 1}
+        pool.free(2)
+    assert {pool.allocate(), pool.allocate()} == {0, 1}
     with pytest.raises(RuntimeError, match="none of 2 blocks is free"):
-        pool.take()
+        pool.allocate()

@@ -294,7 +294,7 @@ def test_blocks_of_another_layout_are_rejected():
 
 def test_the_pool_finds_what_was_named_until_its_room_is_needed():
     pool = BlockPool(3)
-    first, second, third = (pool.take() for _ in range(3))
+    first, second, third = (pool.allocate() for _ in range(3))
     pool.name(first, b"first")
     pool.name(second, b"second")
     pool.name(third, b"second")  # as well: one is enough
@@ -302,7 +302,7 @@ def test_the_pool_finds_what_was_named_until_its_room_is_needed():
     with pytest.raises(ValueError, match=f"`block` is {first}, which contains {b'first'.hex()}: expected"):
         pool.name(first, b"other")
     for block in (second, first, third):
-        pool.release(block)
+        pool.free(block)
     assert pool.num_free == 3
     assert (pool.find(b"first"), pool.find(b"second"), pool.find(b"third")) == (first, second, None)
     assert pool.is_free(first)
@@ -313,8 +313,8 @@ def test_the_pool_finds_what_was_named_until_its_room_is_needed():
         pool.share(third)
     with pytest.raises(ValueError, match=f"`block` is {second}, which is free"):
         pool.name(second, b"second")
-    assert pool.take() == third
-    assert pool.take() == second
+    assert pool.allocate() == third
+    assert pool.allocate() == second
     assert pool.find(b"second") is None
     assert pool.find(b"first") == first
 

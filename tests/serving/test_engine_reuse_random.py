@@ -30,9 +30,9 @@ class Walk:
         return lambda *args, **kwargs: fail() if self.rng.random() < 0.05 else transfer(*args, **kwargs)
 
     def counted(self, make_room):
-        def call(served, request):
+        def call(served, *args):
             before = len(served.waiting)
-            make_room(served, request)
+            make_room(served, *args)
             self.sent_back += len(served.waiting) > before
 
         return call

@@ -124,7 +124,7 @@ class TestAhead:
         while not other.finish_reason:
             served.step()
         third = served.submit((*prompt(3), *right(prompt(3), 2)), max_tokens=2)
-        served.tables.extend_keys(third)
+        served.block_manager.extend_keys(third)
         assert second.keys_of("")[0] == third.keys_of("")[0]
         assert served.pool.find(third.keys_of("")[0]) is None
         while not third.finish_reason:
@@ -164,9 +164,8 @@ class TestCancel:
     @pytest.mark.parametrize("steps", range(6))
     def test_at_any_time(self, steps, monkeypatch):
         """In the queue, between chunks, with its last chunk launched, and with a decode step launched."""
-        released = []
-        release = BlockPool.release
-        monkeypatch.setattr(BlockPool, "release", lambda pool, block: released.append(block) or release(pool, block))
+        freed, free = [], BlockPool.free
+        monkeypatch.setattr(BlockPool, "free", lambda pool, block: freed.append(block) or free(pool, block))
         served = engine(num_blocks=12, max_chunks=1)
         other = served.submit(prompt(6), max_tokens=20)
         request = served.submit(prompt(14, seed=1), max_tokens=9)
@@ -175,7 +174,7 @@ class TestCancel:
         held, before = list(request.blocks), len(request.generated)
         assert (len(held), before) == [(0, 0), (0, 0), (4, 0), (4, 0), (4, 1), (4, 2)][steps]
         served.cancel(request)
-        assert released == held[::-1]
+        assert freed == held[::-1]
         newcomer = served.submit(prompt(16, seed=2), max_tokens=5)  # takes the blocks at once
         stream = finish(served)
         assert request not in [owner for owner, _ in stream]

@@ -50,7 +50,7 @@ def right(tokens, count, layers=ALL):
 def finish(served):
     list(served.run())
     assert served.pool.num_free == served.pool.num_blocks
-    assert all((array == -1).all() for array in served.tables.arrays.values())
+    assert all((array == -1).all() for array in served.block_manager.arrays.values())
 
 
 def serve(served, tokens, count=6, layers=ALL):
@@ -81,7 +81,7 @@ def test_blocks_before_the_window_expire_and_requests_keep_few_states():
             if request.held:
                 held = [block for block in request.held[name].blocks if block >= 0]
                 most[name] = max(most[name], len(held))
-                row = served.tables.arrays[name][request.place] if request.place >= 0 else np.array([-1])
+                row = served.block_manager.arrays[name][request.place] if request.place >= 0 else np.array([-1])
                 assert sorted(row[row >= 0]) == sorted(held)
     # A window of 9 tokens and a step of 8, in blocks of 4; the states before and after that step.
     assert most == {"window": 5, "state": 2}
@@ -155,8 +155,8 @@ class TestPrefixes:
         served = engine(layers)
         tokens = prompt(33)
         serve(served, tokens, layers=layers)
-        table = next(table for table in served.tables.tables if table.name == "window")
-        keys = served.tables._keys(tokens, block_size=4, table="window")
+        table = next(table for table in served.block_manager.tables if table.name == "window")
+        keys = served.block_manager._keys(tokens, block_size=4, table="window")
         pool = served.pool
 
         def forget(index):
@@ -175,7 +175,7 @@ class TestPrefixes:
         served = engine()
         tokens = prompt(33)
         serve(served, tokens)
-        keys, pool = served.tables._keys(tokens, block_size=4, table="state"), served.pool
+        keys, pool = served.block_manager._keys(tokens, block_size=4, table="state"), served.pool
         assert [pool.find(key) is not None for key in keys] == [False, True] * 4  # where chunks of 8 ended
         block = pool.find(keys[7])
         del pool._blocks[pool._keys.pop(block)], pool._kept[block]
@@ -206,7 +206,7 @@ class TestTiers:
         served = engine(block_size=32, chunk=4, offload=pool)
         assert serve(served, prompt(41)) == 0
         tokens, sizes = (*prompt(41), *right(prompt(41), 6)), {"": 32, "window": 4, "state": 4}
-        keys = {name: served.tables._keys(tokens, block_size=size, table=name) for name, size in sizes.items()}
+        keys = {name: served.block_manager._keys(tokens, block_size=size, table=name) for name, size in sizes.items()}
         assert {name: len(found) for name, found in keys.items()} == {"": 1, "window": 11, "state": 11}
         kept = {name: [n for n, key in enumerate(found) if key in pool] for name, found in keys.items()}
         assert kept == {"": [0], "window": [5, 6, 7], "state": [7]}
@@ -224,7 +224,7 @@ class TestTiers:
         served = engine(offload=pool)
         serve(served, prompt(30))
         pool.flush()
-        file = disk.file(served.tables._keys(prompt(30), block_size=4, table="state")[5])
+        file = disk.file(served.block_manager._keys(prompt(30), block_size=4, table="state")[5])
         contents = bytearray(file.read_bytes())
         contents[-1] ^= 1
         file.write_bytes(contents)

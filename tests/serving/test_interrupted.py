@@ -16,7 +16,7 @@ import jaxkv.serving
 from jaxkv import models
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import DiskPool, HostPool
-from jaxkv.serving import Engine, SpeculativeEngine, program
+from jaxkv.serving import MTP, Engine, program
 from support import toy_hybrid, toy_model
 from support.cases import slow
 from support.recorded import FOLDER
@@ -167,10 +167,10 @@ def with_drafts():
 
 
 class Drafts(Served):
-    """`SpeculativeEngine`."""
+    """`Engine` with drafts."""
 
     prompts = ((3, 1, 4, 1, 5), 5), (tuple(range(20)), 3), ((9,), 4)
-    reached = "_prefill_step", "_verify_step", "device_get", "asarray in SpeculativeEngine._prefill_next"
+    reached = "verify_and_draft", "asarray in Engine._read"
 
     def __init__(self, _):
         super().__init__()
@@ -181,8 +181,8 @@ class Drafts(Served):
 
     @staticmethod
     def another():
-        options = {"num_blocks": 5, "block_size": 16, "num_speculative_tokens": 2, "max_requests": 2, "chunk": 16}
-        return SpeculativeEngine(with_drafts(), **options)
+        options = {"num_blocks": 5, "block_size": 16, "max_requests": 2, "chunk": 16, "max_chunks": 2}
+        return Engine(with_drafts(), drafts=MTP(2), **options)
 
     @classmethod
     @cache
@@ -314,7 +314,7 @@ def test_an_exception_in_the_warm_up(monkeypatch):
             served.warm_up()
     list(served.run())
     assert request.generated == Toy.right(request.prompt, 3)
-    served.tables.warm_up = interrupted
+    served.block_manager.warm_up = interrupted
     with pytest.raises(KeyboardInterrupt):
         served.warm_up()
     for call in (served.step, served.warm_up, served.schedule, lambda: served.read(behind=False)):

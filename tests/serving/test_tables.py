@@ -9,7 +9,7 @@ import pytest
 
 import jaxkv
 from jaxkv import models
-from jaxkv.serving import Engine, SpeculativeEngine
+from jaxkv.serving import MTP, Engine
 from jaxkv.serving.table import TableKind, capacity, tables_of
 from models.checkpoints.published import PUBLISHED
 from models.compressed.test_deepseek_v4 import FLASH
@@ -118,10 +118,10 @@ def test_tables_that_are_rejected(case):
         made(groups, **options)
 
 
-def test_engines_that_do_not_support_several_tables():
+def test_drafts_do_not_support_several_tables():
     model = toy_hybrid.HybridModel({**toy_hybrid.random_params(), "mtp": {}})
-    with pytest.raises(ValueError, match="`model` has several block tables, windows or states: expected `Engine`"):
-        SpeculativeEngine(model, num_blocks=8, block_size=8)
+    with pytest.raises(ValueError, match=r"`drafts` is MTP.*, with windows or states: expected one table that keeps"):
+        Engine(model, num_blocks=8, block_size=8, drafts=MTP())
 
 
 @pytest.mark.parametrize("values", [*PUBLISHED.values(), FLASH], ids=[*PUBLISHED, "DeepSeek-V4-Flash"])
@@ -143,9 +143,6 @@ def test_the_default_block_size_of_engines():
     with pytest.raises(ValueError, match="64"):
         Engine(described, num_blocks=8, block_size=64)
     assert Engine(described, num_blocks=8).block_size == 128
-    config = replace(models.ModelConfig.read(FOLDER / "deepseek_v3"), num_nextn_predict_layers=1)
-    described = jax.eval_shape(partial(models.random_model, config, mtp=True))
-    assert SpeculativeEngine(described, num_blocks=8).block_size == 64
 
 
 def test_too_few_blocks_are_rejected_by_name():

@@ -1,4 +1,4 @@
-"""`BlockTables`: the blocks that requests hold, and what these contain."""
+"""`BlockManager`: the blocks that requests hold, and what these contain."""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -16,8 +16,8 @@ NOWHERE = -1
 """A block id outside every cache."""
 
 
-class BlockTables:
-    """The block tables of requests: takes their blocks from a pool, fills, finds and releases them.
+class BlockManager:
+    """The block tables of requests: allocates their blocks from a pool, fills, finds and frees them.
 
     Args:
       tables: the tables of each request.
@@ -71,11 +71,11 @@ class BlockTables:
         )
 
     def blocks_to_join(self, request: Request, prefix: Prefix, end: int) -> int:
-        """The number of free blocks that `join` and `ensure_writable` take for that."""
+        """The number of free blocks that `allocate` and `ensure_writable` use for that."""
         kept = sum(not self.pool.is_free(block) for block in prefix.on_device)
         return self.count(request, prefix, end) - kept + prefix.copied
 
-    def join(self, request: Request, prefix: Prefix) -> None:
+    def allocate(self, request: Request, prefix: Prefix) -> None:
         """Gives a request, which has a place, the blocks of its prefix, all of which are on the device."""
         for name, blocks in prefix.blocks.items():
             held = request.held[name]
@@ -88,7 +88,7 @@ class BlockTables:
         return all(end <= len(request.held[table.name].blocks) * table.block_size for table in self.tables)
 
     def missing_blocks(self, request: Request, end: int) -> int:
-        """The number of free blocks that `ensure_writable` takes: for new blocks, and for copies of shared ones."""
+        """The number of free blocks that `ensure_writable` allocates: for new blocks, and for copies of shared ones."""
         count = 0
         for table in self.tables:
             blocks = request.held[table.name].blocks
@@ -103,11 +103,11 @@ class BlockTables:
             for index in self._written(request, table, request.cached, end):
                 blocks += [ABSENT] * (index + 1 - len(blocks))
                 if blocks[index] == ABSENT:
-                    blocks[index] = self.pool.take()
+                    blocks[index] = self.pool.allocate()
                 elif self.pool.is_shared(shared := blocks[index]):
-                    blocks[index] = self.pool.take()
+                    blocks[index] = self.pool.allocate()
                     cache = self._copy(cache, _ids(shared), _ids(blocks[index]))
-                    self.pool.release(shared)
+                    self.pool.free(shared)
                 self.arrays[table.name][request.place, index] = blocks[index]
         return cache
 
@@ -116,7 +116,7 @@ class BlockTables:
 
         Prefixes that others can reuse end at the ends of blocks, of the tables that keep all blocks.  From the other
         tables, tiers therefore store only the blocks that a request needs to continue after such a prefix.  At the end,
-        blocks that no later token of this request needs are released.
+        blocks that no later token of this request needs are freed.
         """
         filled = [(table, index) for table in self.tables for index in table.filled(start, end)]
         if filled:
@@ -144,25 +144,25 @@ class BlockTables:
         for table in self.tables:
             for index, block in enumerate(prefix.blocks[table.name]):
                 if block == OFFLOADED:
-                    contents[request.keys_of(table.name)[index]] = self.pool.take()
+                    contents[request.keys_of(table.name)[index]] = self.pool.allocate()
                     covered.update(range(index * table.block_size, (index + 1) * table.block_size))
         try:
             cache, loaded = self.tiers.load(cache, contents)
             for key, block in contents.items() if loaded else ():
                 self.pool.name(block, key)
         finally:
-            self._release([*shared, *contents.values()])
+            self._free([*shared, *contents.values()])
         return cache, len(covered) if loaded else 0
 
-    def leave(self, request: Request) -> None:
-        """Releases the blocks of a request.  Blocks that other requests share remain held.
+    def free(self, request: Request) -> None:
+        """Frees the blocks of a request.  Blocks that other requests share remain held.
 
         Launched steps may still write to the blocks.  Programs that later holders launch run after them.
         """
         for table in self.tables:
             held = request.held[table.name]
             self.arrays[table.name][request.place] = ABSENT
-            self._release(block for block in held.blocks if block != ABSENT)
+            self._free(block for block in held.blocks if block != ABSENT)
             held.blocks, held.first = [], 0
 
     def warm_up(self, cache: KVCache) -> KVCache:
@@ -173,23 +173,23 @@ class BlockTables:
         """The indices of the blocks that a request must not share, from token `start` on.
 
         In a table that keeps all blocks, these are the blocks of all its further tokens.  In a table with a window,
-        they are only those of the next step, which ends at token `end`.
+        they are only those of the next step, which writes up to token `end`.
         """
-        return table.written(start, request.length if table.window is None else end)
+        return table.written(start, max(request.length, end) if table.window is None else end)
 
     def _expire(self, request: Request, table: TableKind, first: int) -> None:
-        """Releases the blocks of a table before block number `first`."""
+        """Frees the blocks of a table before block number `first`."""
         held = request.held[table.name]
         expired = held.blocks[held.first : first]
         held.blocks[held.first : first] = [ABSENT] * len(expired)
         self.arrays[table.name][request.place, held.first : first] = ABSENT
-        self._release(block for block in expired if block != ABSENT)
+        self._free(block for block in expired if block != ABSENT)
         held.first = max(first, held.first)
 
-    def _release(self, blocks: Iterable[int]) -> None:
-        # Release the last block first, so that it is evicted first: a block is useless without those before it.
+    def _free(self, blocks: Iterable[int]) -> None:
+        # Free the last block first, so that it is evicted first: a block is useless without those before it.
         for block in reversed(list(blocks)):
-            self.pool.release(block)
+            self.pool.free(block)
 
 
 def _ids(block: int) -> np.ndarray:
