@@ -630,12 +630,11 @@ def _divide(lengths, compared, problem: Problem, *, interpret: bool) -> list[jax
         division = problem.division(best, total)
 
         # How many work tiles of each request precede this CTA's: all or none, or those in earlier partitions.
-        *begins_and_sizes, counts = division.place(number, before, sizes)
-        counts = jnp.where(number < batch, counts, 0)
+        *_, counts = places = division.place(number, before, sizes)
         partition = jnp.where(of_partition, own_partition, 0)
         whole_requests = jnp.where(of_request, own_request, jnp.where(at_end, batch, 0))
-        preceding = division.preceding((*begins_and_sizes, counts), partition)
-        preceding = jnp.where(number < whole_requests, counts, preceding)
+        preceding = jnp.where(number < whole_requests, counts, division.preceding(places, partition))
+        preceding = jnp.where(number < batch, preceding, 0)  # nothing was stored for numbers after the last request
         tile, split = jnp.sum(preceding), jnp.sum(jnp.where(counts > 1, preceding, 0))
         request = jnp.sum(jnp.where((preceding == counts) & (number < batch), 1, 0))
         request = jnp.minimum(request, batch - 1)
