@@ -54,7 +54,7 @@ class LaneBarriers:
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR))
         def wait(_, ref, phase):
-            barriers.wait(self.of(ref, n), phase.registers.item(), cluster=self.shared)
+            barriers.wait(self.of(ref, n), phase.registers.item())
             ptx("fence.proxy.async.shared::cta;")
 
         wait(self.memory, phase)

@@ -85,6 +85,8 @@ LANES = 128
 """Lanes of a warpgroup; vectors in registers have a multiple of this many elements."""
 BLOCKS = 512
 """Columns of a block table that are looked up at once."""
+ALIGNED = 4
+"""Copies begin at multiples of this many elements, 16 bytes.  An H100 reports an illegal instruction otherwise."""
 UNROLL = 16
 """Requests per iteration of the loop of `compare`."""
 CTAS_AT_END = 128
@@ -544,18 +546,22 @@ def _compare(
             sizes_ref[request] = size
             before_ref[request] = jnp.sum(jnp.where(number < request, sizes, 0))
 
+            row = request * columns
+            before = row % ALIGNED
+            first_column = _iota(BLOCKS) - before
+
             def some_blocks(table_ref, n, unknown):
                 start = n * BLOCKS
                 plgpu.commit_smem()  # all lanes have loaded the blocks before
-                _fetch(table_ref, request * columns + start, blocks_s, blocks_full)
+                _fetch(table_ref, row - before + start, blocks_s, blocks_full)
                 plgpu.barrier_wait(blocks_full)
-                first = (_iota(BLOCKS) + start) * block_size
+                first = (first_column + start) * block_size
                 is_unknown = _is_unknown(_load(blocks_s), num_blocks, first, block_size, origin, keys)
                 return jnp.where(is_unknown, 1, unknown)
 
-            unknown = jnp.zeros_like(_iota(BLOCKS))
+            unknown = jnp.zeros_like(first_column)
             for table_ref in table_refs:
-                end = _ceil_div(origin + keys, BLOCKS * block_size)
+                end = _ceil_div(origin + keys + before * block_size, BLOCKS * block_size)
                 unknown = lax.fori_loop(0, end, partial(some_blocks, table_ref), unknown)
             unknown_ref[request] = jnp.max(unknown)
 
@@ -725,7 +731,7 @@ def _store(ref, row, *values) -> None:
 
 
 def _fetch(ref, start, to, full) -> None:
-    """Copies elements of `ref`, from `start` on, to shared memory; zeros after its end."""
+    """Copies elements of `ref`, from `start` on, a multiple of ALIGNED, to shared memory; zeros after its end."""
 
     def copy(n, _):
         plgpu.copy_gmem_to_smem(ref.at[pl.ds(start + n * LANES, LANES)], to.at[pl.ds(n * LANES, LANES)], full)

@@ -31,6 +31,7 @@ CASES = [
     (4, 5, 20, {**TILES, **INVARIANT}),
     (4, 8, 20, {**PAIRS, **OTHER, "ahead": 70, "trailing": True}),
     further((1, 20, 20, TILES)),
+    further((5, 9, 7, PAIRS)),
     further((9, 20, 20, {**PAIRS, "tokens": 3})),
     further((7, 3, 20, {**TILES, **OTHER, **INVARIANT, "ahead": None, "trailing": True})),
     slow((40, 19, 5, {**TILES, **INVARIANT})),
