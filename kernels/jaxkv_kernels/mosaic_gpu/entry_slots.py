@@ -1,20 +1,13 @@
 """Tiles of quantised latents at chosen slots, for the kernel of few rows (`quantised_swap_ab.py`).
 
-Entries are copied to shared memory as they are, 16 bytes per lane (`cp.async`).  Warp w of the producer copies rows 16 w
-to 16 w + 15 of each tile.  Lane l of the warp loads the slot of row 16 w + l % 16 one tile ahead, and passes its
-address to the lanes that copy the row once the stage is free:
+Entries are copied to shared memory as they are, each by one bulk copy.  Lane l < 16 of warp w of the producer has row
+16 w + l of each tile.  It loads the row's slot one tile ahead, and starts the copy once the stage is free.
 
-    copies 0 to 15     lane l has chunk l of row n
-    the others         the chunks from 32 on of several rows at once: 9 of 3 rows for fp8_ds_mla, 4 of 8 for fp8
+A masked key (slot below 0 or past the cache, or position past the count) is a row of zeros, which its lane stores.  A
+bit per row shows consumers which keys are masked: scores of zeros are 0, and must not count.
 
-With a bulk copy per entry, which one lane of a warp can start at a time, 64 requests with 16 heads and 2,048 slots take
-0.049 ms.
-
-A masked key (slot below 0 or past the cache, or position past the count) is a row of zeros.  A bit per row shows
-consumers which keys are masked: scores of zeros are 0, and must not count.
-
-Barriers.  A tile's barrier completes when each of the 128 lanes has arrived twice: for the bits, and once its copies
-have landed.  It is in `stats` (`lane_barriers.py`), as are the bits:
+Barriers.  A tile's barrier completes when all 64 rows have arrived (1 per row) and the bytes of their copies have
+landed.  It is in `stats` (`lane_barriers.py`), as are the bits:
 
     row 24 of `stats`    4 words per stage: per warp, a bit for each of its 16 rows
     row 25               2 words per stage: the barrier
@@ -72,7 +65,7 @@ class SlotSource:
                 self, kv_refs[0], table_ref, scratch["raw"][0], scratch["known"], scratch["k_full"]
             )
         raw, stats = scratch["raw"][0], scratch["stats"]
-        landed = LaneBarriers(stats, (LANDED, 0), raw.shape[0], arrivals=2 * lanes.LANES)
+        landed = LaneBarriers(stats, (LANDED, 0), raw.shape[0], arrivals=TILE)
         landed.start()
         return SlotKeys(self, kv_refs[0], table_ref, raw, stats, landed)
 

@@ -4,19 +4,18 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith, vector
 
-from jaxkv_kernels.mosaic_gpu.ptx.barriers import arrive, arrive_for_copies
+from jaxkv_kernels.mosaic_gpu.ptx.barriers import arrive
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES, WARP_ROWS, Lane, fragmented, registers_of, words
 from jaxkv_kernels.mosaic_gpu.ptx.gather import address, shuffle, valid
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, f32, i32, i64, ptx
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
 
-WARP = 32
-WARPS = LANES // WARP
-COPY = "cp.async.cg.shared.global.L2::256B [$0 + {into}], [$1], 16, $2;"
-"""Copies 16 bytes to shared memory.  If the size, the last operand, is 0 instead of 16, stores zeros and reads
-nothing."""
-CHUNK = 16
-"""Bytes that a lane copies at once."""
+WARPS = LANES // 32
+COPY = (
+    "mbarrier.arrive.expect_tx.release.cta.shared::cta.b64 _, [$2], {nbytes}; "
+    "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [$0], [$1], {nbytes}, [$2];"
+)
+"""Arrives for an entry, and starts its copy."""
 
 
 def _row() -> ir.Value:
@@ -46,7 +45,7 @@ def _wide(x) -> ir.Value:
 
 
 def copy_entries(cache, kv, slots, layer, limit, stage, raw, stats, known_row: int, barrier) -> None:
-    """Starts to copy the entries of the warp's rows, or stores zeros where keys are masked; arrives for the lane."""
+    """Starts to copy the entry of the lane's row, or stores zeros if its key is masked; arrives for the row."""
     lane, nbytes = Lane(), cache.entry.nbytes
     (slot,) = words(slots.registers.item())
     slot = shuffle(slot, lane.lane)
@@ -55,34 +54,22 @@ def copy_entries(cache, kv, slots, layer, limit, stage, raw, stats, known_row: i
     bits = ptx(vote, arith.extui(i32(), known), result_types=i32(), has_side_effects=True, convergent=True)
     into = _bits_of(stats, known_row, stage)
     ptx("st.shared.b32 [$0], $1;", into, bits, predicate=arith.cmpi(arith.CmpIPredicate.eq, lane.lane, c32(0)))
-    entry = address(cache, kv, arith.select(known, slot, c32(0)), layer)
-    entry = ptx("mov.b64 {$0, $1}, $2;", entry, result_types=[i32()] * 2)
-    first = arith.addi(arith.muli(stage, c32(TILE)), arith.muli(lane.warp, c32(WARP_ROWS)))
-    rows = at(mgpu.utils.memref_ptr(raw), arith.muli(first, c32(nbytes)))
+    place = arith.addi(arith.muli(stage, c32(TILE)), _row())
+    entry = at(mgpu.utils.memref_ptr(raw), arith.muli(place, c32(nbytes)))
+    copies = arith.cmpi(arith.CmpIPredicate.ult, lane.lane, c32(WARP_ROWS))
+    start = address(cache, kv, arith.select(known, slot, c32(0)), layer)
+    with mgpu.utils.when(arith.andi(copies, known)):
+        ptx(COPY.format(nbytes=nbytes), entry, start, barrier)
+    with mgpu.utils.when(arith.andi(copies, arith.xori(known, _true()))):
+        for offset in range(0, nbytes, 16):
+            ptx(f"st.shared.v4.b32 [$0 + {offset}], {{$1, $1, $1, $1}};", entry, c32(0))
+        # Later copies to these bytes are by another proxy.
+        ptx("fence.proxy.async.shared::cta;")
+        arrive(barrier)
 
-    def copy(row, column, into: int, predicate=None):
-        """Copies a chunk of an entry to `into` bytes after the lane's chunk of the first row."""
-        low, high = (shuffle(word, row) for word in entry)
-        start = ptx("mov.b64 $0, {$1, $2};", low, high, result_types=i64())
-        start = arith.addi(start, arith.extui(i64(), arith.muli(column, c32(CHUNK))))
-        size = arith.shli(arith.andi(arith.shrui(bits, row), c32(1)), c32(4))
-        ptx(COPY.format(into=into), to, start, size, predicate=predicate)
 
-    # 32 lanes copy the first 32 chunks of a row, then what is left of several rows.
-    to = at(rows, arith.muli(lane.lane, c32(CHUNK)))
-    for row in range(WARP_ROWS):
-        copy(c32(row), lane.lane, row * nbytes)
-    left = nbytes // CHUNK - WARP
-    at_once = WARP // left
-    own, column = (op(lane.lane, c32(left)) for op in (arith.divui, arith.remui))
-    column = arith.addi(column, c32(WARP))
-    to = at(rows, arith.addi(arith.muli(own, c32(nbytes)), arith.muli(column, c32(CHUNK))))
-    for row in range(0, WARP_ROWS, at_once):
-        rest = min(at_once, WARP_ROWS - row)
-        predicate = arith.cmpi(arith.CmpIPredicate.ult, own, c32(rest))
-        copy(arith.andi(arith.addi(own, c32(row)), c32(WARP - 1)), column, row * nbytes, predicate)
-    arrive(barrier)
-    arrive_for_copies(barrier)
+def _true() -> ir.Value:
+    return mgpu.c(1, ir.IntegerType.get_signless(1))
 
 
 def load_known(stats, row: int, stage, layout):
