@@ -95,7 +95,7 @@ class QuantisedMLADense(MLADense):
     shares_keys = False
 
     def default_config(self, entry: MLAEntry, rows: int) -> Config:
-        return mla_dense.default_quantised_config(rows)
+        return QuantisedMLADenseConfig()
 
 
 class MLASwapAB(Schedule):

@@ -46,13 +46,12 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
     ref_type,
     word_list,
 )
-from jaxkv_kernels.mosaic_gpu.lane_barriers import LaneBarriers
 from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
-from jaxkv_kernels.mosaic_gpu.ptx.barriers import Peer, store_16_bytes
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, permuted, words
 from jaxkv_kernels.mosaic_gpu.ptx.gather import Lane, load_eight, shuffle
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
 from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE
+from jaxkv_kernels.mosaic_gpu.ptx.stores import STORE_SHARED
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
 
@@ -89,11 +88,6 @@ class FP8V4Unit:
     def registers(self) -> int:
         """Registers per lane."""
         return 8 if self.kind == "half" else 16
-
-    @property
-    def columns(self) -> int:
-        """Values of a row."""
-        return 128 if self.kind == "e4m3" else 64
 
 
 UNITS = (
@@ -193,20 +187,14 @@ class FP8V4Rows:
 
         return load(zero_ref, own)
 
-    def unit_bytes(self, unit: FP8V4Unit) -> int:
-        """The bytes of a unit in shared memory."""
-        return TILE * unit.columns * self.latent_dtype.itemsize
+    def store(self, unit: FP8V4Unit, stage: int, k_ref, raw, scales) -> None:
+        """Converts a unit, and stores it to `k_ref` [2, 2, 64, 256]."""
 
-    def store(self, unit: FP8V4Unit, stage: int, k_ref, raw, scales, k_full: LaneBarriers, cta: int | None) -> None:
-        """Converts a unit, and stores it to `k_ref` [2, 2, 64, 256]; `cta` is that of `GatheredRows.store`."""
-        held = lane_registers(unit.registers), lane_registers(2)
+        @plgpu.inline_mgpu(arg_types=(ref_type(self.latent_dtype), lane_registers(unit.registers), lane_registers(2)))
+        def store(_, ref, raw, scales):
+            _store_unit(ref, raw, word_list(scales), unit, stage)
 
-        @plgpu.inline_mgpu(arg_types=(ref_type(self.latent_dtype), plgpu.RefType(), *held))
-        def store(_, ref, memory, raw, scales):
-            peer = None if cta is None else Peer(1 - cta, k_full.of(memory, 2 * stage + unit.half))
-            _store_unit(ref, raw, word_list(scales), unit, stage, peer)
-
-        store(k_ref, k_full.memory, raw, scales)
+        store(k_ref, raw, scales)
 
     def mark(self, stats_ref, zero_ref, row: int, flag: tuple[int, int], own) -> None:
         """Stores the factors of a tile's keys, of which masked keys have one that is not 1; see `factors`."""
@@ -274,7 +262,7 @@ class FP8V4Tiles(GatherTiles):
     def _fetch_tile(self, layer, limit, tile, used, state, beyond):
         """Stores a tile, whose first units are in the ring; loads those of the next one."""
         ring, scales, own, following = state
-        units, ring, near = self._units(tile), list(ring), len(self._own(tile))
+        units, ring, near = self._units(tile), list(ring), len(self.rows.half(tile))
         coming = units + self._units(1 - tile)
         self._wait_free(tile, tile, used)
         self.rows.mark(self.stats, self.zero_ref, FACTOR + tile, (FLAG, 4 * tile), own)
@@ -284,13 +272,13 @@ class FP8V4Tiles(GatherTiles):
             self.rows.prefetch_rows(self.zero_ref, ahead)
         for n, unit in enumerate(units):
             if n == near:
-                self._stored(2 * tile + tile, self._bytes_of_peer(tile))
+                self._stored(2 * tile + tile)
                 self._wait_free(tile, 1 - tile, used)
             next_unit = n + len(ring)
-            self.rows.store(unit, tile, self.k, ring.pop(0), scales, self.k_full, self.cta)
+            self.rows.store(unit, tile, self.k, ring.pop(0), scales)
             addresses = own if next_unit < len(units) else ahead
             ring.append(self.rows.load(self.zero_ref, addresses, coming[next_unit]))
-        self._stored(2 * tile + 1 - tile, self._bytes_of_peer(1 - tile))
+        self._stored(2 * tile + 1 - tile)
         return tuple(ring), scales_ahead, ahead, after
 
 
@@ -367,7 +355,7 @@ def _load_unit(zero, own, unit) -> list[tuple[ir.Value, ...]]:
     return lanes.load_chunks(addresses, chunk, unit.offset, LOAD)
 
 
-def _store_unit(ref, raw, scales, unit, stage: int, peer: Peer | None) -> None:
+def _store_unit(ref, raw, scales, unit, stage: int) -> None:
     """Stores a unit as bf16 values, multiplied by the scales that the lanes which own its rows have."""
     lane = Lane()
     first = ((stage * 2 + unit.half) * 8 * COLUMN_TILES + unit.column_tile) * COLUMN_TILE
@@ -376,7 +364,7 @@ def _store_unit(ref, raw, scales, unit, stage: int, peer: Peer | None) -> None:
     if unit.kind == "rope":
         start = at(mgpu.utils.memref_ptr(ref), lane.swizzled_offset(lane.chunk, COLUMN_TILES))
         for step, chunk in zip(steps, chunks, strict=True):
-            store_16_bytes(start, step, chunk, peer)
+            ptx(STORE_SHARED.format(offset=step), start, *chunk)
         return
     if unit.kind == "half":
         # Lanes have their first two rows of the four, or their last two.
@@ -395,7 +383,7 @@ def _store_unit(ref, raw, scales, unit, stage: int, peer: Peer | None) -> None:
     for step, chunk, scale in zip(steps, chunks, map(_pair, bytes_), strict=True):
         values = [x for value in chunk for x in ptx(CONVERT, value, scale, result_types=[i32()] * 2)]
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
-            store_16_bytes(start, step, four, peer)
+            ptx(STORE_SHARED.format(offset=step), start, *four)
 
 
 def _pair(scale) -> ir.Value:

@@ -1,4 +1,4 @@
-"""Barriers at which every lane of a producer arrives for itself, and which count what another CTA stores."""
+"""Barriers at which every lane of a producer arrives for itself."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -15,24 +15,22 @@ PLAIN = plgpu.RefType()
 
 @dataclass(frozen=True)
 class LaneBarriers:
-    """`count` barriers in shared memory.  Two CTAs that share tiles store a part of each tile in both."""
+    """`count` barriers in shared memory."""
 
     memory: Any
     """Shared memory with rows of 32-bit elements, 8 bytes of which each barrier takes from `place` on."""
     place: tuple[int, int]
     """Row and column."""
     count: int
-    shared: bool = False
-    """Whether two CTAs share tiles."""
     arrivals: int = LANES
 
     def start(self) -> None:
-        """Initializes the barriers; all lanes of the CTA call this, and of both if they share tiles."""
+        """Initializes the barriers; all lanes of the CTA call this."""
 
         @plgpu.inline_mgpu(arg_types=(PLAIN,))
         def start(_, ref):
             own = [self.of(ref, n) for n in range(self.count)]
-            barriers.start(own, self.arrivals, cluster=self.shared)
+            barriers.start(own, self.arrivals)
 
         start(self.memory)
 
@@ -40,12 +38,12 @@ class LaneBarriers:
         """The address of a barrier, for inline PTX, where `ref` is `memory`, and `n` an int or a register."""
         return barriers.barrier(ref, self.place, n)
 
-    def arrive(self, n: int, nbytes: int = 0) -> None:
-        """Signals that the calling lane of the producer has stored its chunks; the other CTA stores `nbytes`."""
+    def arrive(self, n: int) -> None:
+        """Signals that the calling lane of the producer has stored its chunks."""
 
         @plgpu.inline_mgpu(arg_types=(PLAIN,))
         def arrive(_, ref):
-            barriers.arrive(self.of(ref, n), nbytes)
+            barriers.arrive(self.of(ref, n))
 
         arrive(self.memory)
 
@@ -72,9 +70,8 @@ class LaneBarriers:
 class CopyBarriers(LaneBarriers):
     """Each lane arrives twice: for what it has stored, and once what it copies (`cp.async`) has landed."""
 
-    def arrive(self, n: int, nbytes: int = 0) -> None:
+    def arrive(self, n: int) -> None:
         """Signals that the calling lane of the producer has started the last of its copies."""
-        del nbytes
 
         @plgpu.inline_mgpu(arg_types=(PLAIN,))
         def arrive(_, ref):
@@ -93,9 +90,8 @@ class InterpretedBarriers:
     def start(self) -> None:
         """Does nothing, because Pallas initializes its barriers itself."""
 
-    def arrive(self, n: int, nbytes: int = 0) -> None:
+    def arrive(self, n: int) -> None:
         """Signals that the producer has stored what the barrier is for."""
-        del nbytes
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers[n])
 

@@ -71,8 +71,6 @@ KiB = 225 KiB of 227.  Registers: 240 per lane for consumers, 24 for the produce
 Quantised entries (`fp8`).  The stored bytes of half a tile take half the shared memory of its float16 values.  TMA
 copies them to the first half of that memory, and the producer converts them to float16 in place
 (`E4M3Tiles.convert`): it waits for k_landed and arrives k_full, in the order in which the consumers use the halves.
-In a cluster, whose CTAs need the same keys, each fetches and converts 32 of the 64 rows of a tile, and stores them to
-the shared memory of both; k_full then also counts the bytes that the other CTA stores (`lane_barriers.py`).
 The timeline of the consumers is the same.  `E4M3Tiles` has all differences from `PlainTiles`, which leave enough
 registers for the producer:
 
@@ -84,7 +82,7 @@ registers for the producer:
 - The rotary keys are converted with the first half of their tile.  Its k_full covers them, so there is no r_full.
 - The single scale of all entries is part of the softmax scale, and also multiplies the result.
 Shared memory is then Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB; registers are 216 per
-lane for consumers and 72 for the producer, in a cluster 224 and 56.
+lane for consumers and 72 for the producer.
 """
 
 from collections.abc import Iterator, Sequence
@@ -98,32 +96,20 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.extend.mlir.dialects import arith
 
 from jaxkv_kernels.addressing import dtype_of
 from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
 from jaxkv_kernels.mosaic_gpu import cluster_sharing, masks
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, plain_latents
 from jaxkv_kernels.mosaic_gpu.epilogue import HalvesEpilogue, KernelResults, half_columns, result_types
-from jaxkv_kernels.mosaic_gpu.lane_barriers import LaneBarriers
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, steps, unaligned
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.ptx import conversions_in_place
-from jaxkv_kernels.mosaic_gpu.ptx.barriers import Peer
-from jaxkv_kernels.mosaic_gpu.ptx.inline import c32
 from jaxkv_kernels.mosaic_gpu.queries import fit_queries
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores, multiply_add, opaque_zero, register_operand
 from jaxkv_kernels.mosaic_gpu.runtime.device import consumer_registers
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.runtime.registers import (
-    LANE_COLUMNS,
-    ROW,
-    SCALAR,
-    WGMMA,
-    fold_columns,
-    over_columns,
-    zeros,
-)
+from jaxkv_kernels.mosaic_gpu.runtime.registers import LANE_COLUMNS, ROW, WGMMA, fold_columns, over_columns, zeros
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import rotary_type, swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, PAIR, ROPE, TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
@@ -167,12 +153,6 @@ class MLADenseConfig:
     def __post_init__(self):
         require(self.producer_registers in (24, 40, 56), self, "producer_registers", "24, 40 or 56")
         check_threshold(self)
-
-
-def default_quantised_config(rows: int) -> "QuantisedMLADenseConfig":
-    """The same for quantised entries.  CTAs that share a tile each convert half of it, and hold 16 registers of it."""
-    shared = -(-rows // TILE) % CTAS == 0
-    return QuantisedMLADenseConfig(producer_registers=56) if shared else QuantisedMLADenseConfig()
 
 
 def default_config(rows: int) -> MLADenseConfig:
@@ -343,7 +323,6 @@ class MLADense:
         self.tiles_type = E4M3Tiles if quantised else PlainTiles
         self.dtype = self.q.dtype
         self.k_dtype = DTYPE if quantised else self.dtype
-        self.converts_halves = quantised and self.cluster > 1 and not interpret
         self.prefetches = config.prefetch and self.cluster > 1 and self.pages.token_stride == self.pages.width
         self.softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
@@ -403,8 +382,7 @@ class MLADense:
         pdl_launch_dependents(operands.split_requests, interpret=self.interpret)
         partition, group, rank, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
         row_tile = group if self.plan.shared else group * self.cluster + rank
-        cta = CTA(self, operands, self.tiles_type(self, scratch, rank), partition, rank, row_tile * TILE)
-        cta.tiles.start()
+        cta = CTA(self, operands, self.tiles_type(self, scratch), partition, rank, row_tile * TILE)
 
         def consumer(side):
             exchange = None
@@ -492,8 +470,7 @@ class Producer:
         plgpu.set_max_registers(self.kernel.config.producer_registers, action="decrease")
         work = self.cta.load_work()
         layer = jnp.where(work.in_cache, work.layer, 0)
-        table = replace(self.cta.table, rows=self.tiles.rows)
-        self.paged = PagedKeys(self.cta.operands.kv, self.kernel.view, table, layer)
+        self.paged = PagedKeys(self.cta.operands.kv, self.kernel.view, self.cta.table, layer)
         self.first = work.first
         pl.when(work.end > work.first)(partial(self.fetch_queries, work.tile.request, again=False))  # before all keys
         lax.fori_loop(work.first, work.end, self.work_tile, (jnp.int32(0), self.pairs_of(work.tile)))
@@ -531,14 +508,8 @@ class Producer:
 
     def look_up(self, pairs: Pairs, i):
         """The blocks of both tiles of pair `i`."""
-        tokens = (self.first_token(pairs, i * PAIR + t * TILE) for t in range(2))
+        tokens = (self.cta.from_origin(pairs, i * PAIR + t * TILE) for t in range(2))
         return tuple(self.paged.look_up(pairs.request, token) for token in tokens)
-
-    def first_token(self, pairs: Pairs, token):
-        """The position of the first token that this CTA fetches of the key tile that begins at `token`."""
-        if self.tiles.rows < TILE:
-            token = token + self.tiles.first_row
-        return self.cta.from_origin(pairs, token)
 
     def fetch(self, found, pairs: Pairs, i, t: int, half: int, used, *, with_rope: bool = False) -> None:
         """Fetches half a key tile, once it is free, and with `with_rope` the tile's rotary keys."""
@@ -548,16 +519,11 @@ class Producer:
         parts = [Columns(half * kernel.half, kernel.half, into, landed)]
         if with_rope and kernel.rope:
             parts.append(Columns(kernel.latent, kernel.rope, self.memory.r_in[t], self.barriers.r_landed[t]))
-        multicast = {"collective_axes": "cta"} if kernel.cluster > 1 and self.tiles.rows == TILE else {}
-        self.paged.fetch(found[t], self.first_token(pairs, (2 * i + t) * TILE), *parts, **multicast)
+        multicast = {"collective_axes": "cta"} if kernel.cluster > 1 else {}
+        self.paged.fetch(found[t], self.cta.from_origin(pairs, (2 * i + t) * TILE), *parts, **multicast)
 
     def prefetch(self, found, pairs: Pairs, i) -> None:
-        """Prefetches this CTA's part of pair `i` to the L2 cache: what it will fetch, or one of two tiles."""
-        if self.tiles.rows < TILE:
-            for t in range(2):
-                token = self.first_token(pairs, (2 * i + t) * TILE)
-                self.paged.prefetch(found[t], token, interpret=self.kernel.interpret)
-            return
+        """Prefetches this CTA's tile of pair `i` to the L2 cache: one of the two that the cluster will fetch."""
         rank = self.cta.rank
         own = tuple(jnp.where(rank == 0, *each) for each in zip(*found, strict=True))
         token = self.cta.from_origin(pairs, (2 * i + rank) * TILE)
@@ -596,8 +562,6 @@ class Walk(NamedTuple):
     queries: Queries
     last: Any
     """The last pair."""
-    pairs_before: Any
-    """Pairs of earlier work tiles, minus the first pair of this one; None if no barrier needs to know."""
 
 
 class Consumer:
@@ -620,18 +584,15 @@ class Consumer:
         self.work = self.cta.load_work()
         self.value_scale = None if operands.kv_scale is None else operands.kv_scale[0]
         self.scale = operands.scale[0] * LOG2E
-        lax.fori_loop(self.work.first, self.work.end, self.work_tile, (self.work.tile, self.tiles.start_pairs()))
+        lax.fori_loop(self.work.first, self.work.end, self.work_tile, self.work.tile)
 
-    def work_tile(self, n, state: tuple[WorkTile, Any]) -> tuple[WorkTile, Any]:
-        """Attends to the keys of a work tile and stores the result; returns the next work tile.
-
-        The numbers in `state` and in the result count pairs; None if no barrier needs to know.
-        """
-        kernel, side, (tile, pairs) = self.kernel, self.side, state
+    def work_tile(self, n, tile: WorkTile) -> WorkTile:
+        """Attends to the keys of a work tile and stores the result; returns the next work tile."""
+        kernel, side = self.kernel, self.side
         next_tile = self.cta.load_tile(n + 1)  # the loads proceed while this one is computed
         ends, unmasked = masks.seen_tokens(tile, self.work.in_cache, PAIR, kernel.call.window)
         queries = self.tiles.load_queries(side, self.scale, self.value_scale)
-        walk = Walk(tile, ends, queries, tile.end - 1, None if pairs is None else pairs - tile.begin)
+        walk = Walk(tile, ends, queries, tile.end - 1)
         if side == 0:
             self.share_max(self.softmax.empty_max(TILE))
         carry = zeros(TILE, kernel.half), self.softmax.empty_max(TILE), zeros(TILE, LANE_COLUMNS)
@@ -640,7 +601,7 @@ class Consumer:
         self.store(walk, n, *carry)
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         plgpu.barrier_arrive(self.barriers.k_free[2 + side])
-        return next_tile, None if pairs is None else pairs + (tile.end - tile.begin)
+        return next_tile
 
     def pair(self, walk: Walk, is_masked, i, carry):
         """Attends to a pair of key tiles: the column of this consumer in the timeline."""
@@ -701,9 +662,7 @@ class Consumer:
         """S of this consumer's key tile, scaled, capped and masked; `masked` is a bool, or one that is traced."""
         kernel, call, side, (q_rope, factor) = self.kernel, self.kernel.call, self.side, walk.queries
         z = opaque_zero(i)
-        product = partial(
-            self.multiply_queries, q_rope, z, z + side, None if walk.pairs_before is None else walk.pairs_before + i
-        )
+        product = partial(self.multiply_queries, q_rope, z, z + side)
         s = pl.run_scoped(product, plgpu.ACC((TILE, TILE), jnp.float32))
         s *= over_columns(factor, TILE) if factor.ndim else factor
         # The producer may fetch the next request's queries.
@@ -727,13 +686,13 @@ class Consumer:
             return mask(s) if masked else s
         return lax.cond(masked, mask, lambda s: s, s)
 
-    def multiply_queries(self, q_rope, z, stage, pairs, acc):
-        """Q K' for the key tile in `stage`; `z` is an opaque zero, `pairs` counts earlier pairs, `acc` accumulates."""
+    def multiply_queries(self, q_rope, z, stage, acc):
+        """Q K' for the key tile in `stage`; `z` is an opaque zero, `acc` an accumulator."""
         memory, barriers, side = self.memory, self.barriers, self.side
         if side == 1:
             plgpu.barrier_wait(barriers.s_issued)
         for half in (side, 1 - side):  # in the order in which they land
-            self.tiles.wait_full(2 * side + half, pairs)
+            plgpu.barrier_wait(barriers.k_full[2 * side + half])
             if self.kernel.filled[half]:
                 q, k = self.of_latent(half, memory.q, z + half), self.of_latent(half, memory.k, stage, half)
                 plgpu.wgmma(acc, q, k.transpose((1, 0)))
@@ -833,12 +792,7 @@ class PlainTiles:
             **_register_operands(4, kernel),
         }
 
-    rows = TILE
-    """The rows of each key tile that a CTA fetches."""
-    first_row = 0
-
-    def __init__(self, kernel: MLADense, scratch: dict[str, Any], rank):
-        del rank
+    def __init__(self, kernel: MLADense, scratch: dict[str, Any]):
         self.kernel = kernel
         q, k, p = scratch["q"], scratch["k"], scratch["p"]
         qr, r = scratch.get("qr", p.at[0] if kernel.rope else None), scratch.get("r")
@@ -863,18 +817,6 @@ class PlainTiles:
             p_ready=_each(scratch["p_ready"], 2),
             both=scratch["both"],
         )
-
-    def start_pairs(self):
-        """A count of pairs for `wait_full`, which needs none: None."""
-        return None
-
-    def wait_full(self, n: int, pairs) -> None:
-        """Waits for half `n` of a pair."""
-        del pairs
-        plgpu.barrier_wait(self.barriers.k_full[n])
-
-    def start(self) -> None:
-        """Initializes barriers that Pallas does not: there are none."""
 
     def convert(self, t: int) -> None:
         """Makes key tile `t` ready to multiply, once it has landed: nothing to do."""
@@ -924,8 +866,7 @@ class E4M3Tiles:
         "q", "qr", "k" and "r" are views of the same memory: in the dtype of queries and results, in float16, and as
         bytes.  Barriers with equal numbers of arrivals share an array: their addresses and phases take fewer registers.
         """
-        halves = kernel.converts_halves
-        copies = copies_per_tile(kernel.pages, TILE // 2 if halves else TILE)
+        copies = copies_per_tile(kernel.pages)
 
         def viewed(*shape, raw=()):
             views = swizzled(*shape, dtype=kernel.dtype), swizzled(*shape, dtype=DTYPE), *raw
@@ -940,36 +881,27 @@ class E4M3Tiles:
             "k": viewed(2, 2, TILE, HALF, raw=(raw_k,)),
             "r": viewed(2, TILE, ROPE, raw=(raw_r,)),
             "p": swizzled(1, TILE, TILE, dtype=DTYPE),
-            "stats": plgpu.SMEM((6 if halves else 5, TILE), jnp.float32),
+            "stats": plgpu.SMEM((5, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=3),
             "k_landed": plgpu.Barrier(num_arrivals=copies, num_barriers=4),
             "r_landed": plgpu.Barrier(num_arrivals=copies, num_barriers=2),
             "k_free": _k_free(kernel),
-            "one_arrives": plgpu.Barrier(num_barriers=3 if halves else 7),
+            "one_arrives": plgpu.Barrier(num_barriers=7),
             "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),
             **_register_operands(2, kernel),
         }
 
-    def __init__(self, kernel: MLADense, scratch: dict[str, Any], rank):
-        self.kernel, self.rank = kernel, rank
-        halves = kernel.converts_halves
-        self.rows, part = (TILE // 2, rank) if halves else (TILE, 0)
-        """The rows of each key tile that this CTA fetches and converts, and which part of the tile they are.
-
-        They land at the beginning of the memory of their own float16 values, in which the other CTA stores nothing.
-        """
-        self.first_row = part * self.rows
+    def __init__(self, kernel: MLADense, scratch: dict[str, Any]):
+        self.kernel = kernel
         (q_in, q), (qr_in, qr) = scratch["q"], scratch["qr"]
         (results, k, self.raw_k), (_, r, self.raw_r) = scratch["k"], scratch["r"]
         self.memory = Memory(
             q=q, qr=qr, k=k, r=r, q_in=q_in, qr_in=qr_in,
-            k_in=[[self.raw_k.at[t, half, part] for half in range(2)] for t in range(2)],
-            r_in=[self.raw_r.at[t, part] for t in range(2)],
+            k_in=[[self.raw_k.at[t, half, 0] for half in range(2)] for t in range(2)],
+            r_in=[self.raw_r.at[t, 0] for t in range(2)],
             results=results, p=scratch["p"], stats=scratch["stats"], register_operands=scratch.get("register_operands"),
         )  # fmt: skip
-        one = _each(scratch["one_arrives"], 3 if halves else 7)
-        q_free, both = _each(scratch["two_arrive"], 2)
-        self.full = LaneBarriers(scratch["stats"], (5, 0), 4, shared=True) if halves else None
+        one, (q_free, both) = _each(scratch["one_arrives"], 7), _each(scratch["two_arrive"], 2)
         self.barriers = Barriers(
             q_full=scratch["q_full"],
             qr_full=scratch["q_full"],
@@ -977,11 +909,11 @@ class E4M3Tiles:
             p_free=None,
             k_landed=_each(scratch["k_landed"], 4),
             r_landed=_each(scratch["r_landed"], 2),
-            k_full=one[:-3],
+            k_full=one[:4],
             r_full=None,
             k_free=_each(scratch["k_free"], 4),
-            s_issued=one[-3],
-            p_ready=one[-2:],
+            s_issued=one[4],
+            p_ready=one[5:],
             both=both,
         )
 
@@ -994,36 +926,23 @@ class E4M3Tiles:
                 plgpu.barrier_wait(barriers.r_landed[t])
             convert_half = self._interpret_conversion if self.kernel.interpret else self._convert_in_place
             convert_half(t, half, rope=half == t)
-            if self.full is None:
-                plgpu.commit_smem()
-                plgpu.barrier_arrive(barriers.k_full[2 * t + half])
-            else:  # the other CTA stores as much
-                k_bytes, r_bytes = (self.rows * columns * DTYPE.itemsize for columns in (HALF, ROPE))
-                self.full.arrive(2 * t + half, k_bytes + (r_bytes if half == t else 0))
+            plgpu.commit_smem()
+            plgpu.barrier_arrive(barriers.k_full[2 * t + half])
 
     def _convert_in_place(self, t: int, half: int, *, rope: bool) -> None:
         raw_type, ref_type = plgpu.RefType(), plgpu.RefType(swizzled(1, dtype=DTYPE).transforms)
         k_offset = (2 * t + half) * TILE * HALF * DTYPE.itemsize
         r_offset = t * TILE * ROPE * DTYPE.itemsize
-        rows, full = self.rows, self.full
 
-        @plgpu.inline_mgpu(
-            arg_types=(ref_type, ref_type, raw_type, raw_type, *([] if full is None else [raw_type, SCALAR]))
-        )
-        def convert(_, k, r, raw_k, raw_r, *shared):
-            peer, k_shift, r_shift = None, None, None
-            if full is not None:
-                memory, rank = shared[0], shared[1].registers.item()
-                peer = Peer(arith.subi(c32(1), rank), full.of(memory, 2 * t + half))
-                k_shift, r_shift = (arith.muli(rank, c32(rows * columns * DTYPE.itemsize)) for columns in (HALF, ROPE))
-            chunks = conversions_in_place.load_half(raw_k, k_offset, k_shift, rows)
-            ropes = conversions_in_place.load_rope(raw_r, r_offset, r_shift, rows) if rope else []
+        @plgpu.inline_mgpu(arg_types=(ref_type, ref_type, raw_type, raw_type))
+        def convert(_, k, r, raw_k, raw_r):
+            chunks = conversions_in_place.load_half(raw_k, k_offset)
+            ropes = conversions_in_place.load_rope(raw_r, r_offset) if rope else []
             mgpu.utils.warpgroup_barrier()
-            conversions_in_place.store_half(k, k_offset, k_shift, rows, chunks, peer)
-            conversions_in_place.store_rope(r, r_offset, r_shift, rows, ropes, peer)
+            conversions_in_place.store_half(k, k_offset, chunks)
+            conversions_in_place.store_rope(r, r_offset, ropes)
 
-        shared = () if full is None else (full.memory, self.rank)
-        convert(self.memory.k, self.memory.r, self.raw_k, self.raw_r, *shared)
+        convert(self.memory.k, self.memory.r, self.raw_k, self.raw_r)
 
     def _interpret_conversion(self, t: int, half: int, *, rope: bool) -> None:
         def converted(raw):
@@ -1032,22 +951,6 @@ class E4M3Tiles:
         self.memory.k[t, half] = converted(self.raw_k[t, half, 0])
         if rope:
             self.memory.r[t] = converted(self.raw_r[t, 0])
-
-    def start(self) -> None:
-        """Initializes barriers that Pallas does not."""
-        if self.full is not None:
-            self.full.start()
-
-    def start_pairs(self):
-        """A count of pairs for `wait_full`; None if Pallas counts them."""
-        return None if self.full is None else jnp.int32(0)
-
-    def wait_full(self, n: int, pairs) -> None:
-        """Waits for half `n` of a pair."""
-        if self.full is None:
-            plgpu.barrier_wait(self.barriers.k_full[n])
-        else:
-            self.full.wait(n, pairs)
 
     def wait_for_first_tile(self) -> None:
         """As in PlainTiles: `convert` has waited."""

@@ -8,9 +8,7 @@ a block table, which the producer looks up.  Several query tokens of a request e
 window, a query token has the slots of the tokens in it only.
 
 Work.  A tile is 64 heads of a query token by 64 keys (slots).  A CTA owns one tile of heads and walks its partition of
-the plan: work tiles, each a range of pairs of key tiles of a query token.  If keys are converted, and a query token has
-an even number of tiles of heads (65 to 128 heads, say), two CTAs form a cluster, because both need the same keys: each
-converts a part of every key tile, and stores it to the shared memory of both.
+the plan: work tiles, each a range of pairs of key tiles of a query token.
 
 With up to 16 heads, `fp8` and `fp8_ds_mla` entries run in the kernel of few rows instead (`swaps_operands`).
 
@@ -58,13 +56,11 @@ those of masked keys only.
 Barriers.
     q_full           the queries have landed
     q_free           both consumers have multiplied with the queries for the last time
-    k_full[2t + h]   half h of key tile t is in shared memory (each lane of the producer, and the bytes that the other
-                     CTA of a cluster stores).  The half that is stored first also covers the factors.  If keys are
-                     copied, the half that is stored last covers the rotary keys, which otherwise have barrier 4 + t.
-                     These are not Pallas's barriers (`lane_barriers.py`).
-    k_free[2t + h]   the consumer that is the last to multiply this half is done with it (in every CTA of a cluster,
-                     because both store to it).  K1's halves stage the result of a work tile, and are freed once TMA
-                     has read it.
+    k_full[2t + h]   half h of key tile t is in shared memory (each lane of the producer).  The half that is stored first
+                     also covers the factors.  If keys are copied, the half that is stored last covers the rotary keys,
+                     which otherwise have barrier 4 + t.  These are not Pallas's barriers (`lane_barriers.py`).
+    k_free[2t + h]   the consumer that is the last to multiply this half is done with it.  K1's halves stage the result
+                     of a work tile, and are freed once TMA has read it.
     s_issued         S0's products have been issued
     p_ready[t]       P of tile t is in p, and the running max after tile t is in stats[0]
     both             both consumers arrive, and both wait: the largest magnitudes of queries, the scaled queries or the
@@ -74,8 +70,7 @@ P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys
 consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `mla_dense.py`.
 
 Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227; 202 KiB for
-`fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries, 216 and
-72 if two CTAs share the conversion.
+`fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
 """
 
 from collections.abc import Iterator
@@ -135,7 +130,6 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, PAIR, ROPE, TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
-    CTAS,
     PAIR_COSTS,
     Plan,
     SplitCosts,
@@ -195,10 +189,8 @@ class SparseConfig:
         check_threshold(self)
 
 
-def default_config(format: str, tiles: int, shared: bool) -> SparseConfig:
+def default_config(format: str, tiles: int) -> SparseConfig:
     """The default configuration of a `decode_mla_sparse` call, for entries of a format and key tiles per CTA.
-
-    `shared`: whether two CTAs share key tiles.  Each then has half of the units of a tile, and needs fewer registers.
 
     Calls with few tiles per CTA are slower with prefetching: 8 requests with 128 heads and 2,048 slots (4 tiles) take
     0.0276 ms instead of 0.0215, and 32 requests (16 tiles) 0.0634 instead of 0.0594.  With an overhead of 2 steps, 64
@@ -208,11 +200,10 @@ def default_config(format: str, tiles: int, shared: bool) -> SparseConfig:
     """
     if format in ("bf16", "f16"):
         return SparseConfig()
-    producer = SparseConfig(producer_registers=72, units_ahead=1) if shared else SparseConfig(producer_registers=88)
     if format == "fp8_v4":
         prefetch = tiles < PREFETCHED_TILES
-        return replace(producer, prefetch=prefetch, split_costs=replace(_SPLIT_COSTS, overhead=1))
-    return replace(producer, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
+        return SparseConfig(producer_registers=88, prefetch=prefetch, split_costs=replace(_SPLIT_COSTS, overhead=1))
+    return SparseConfig(producer_registers=88, prefetch=format == "fp8_ds_mla" and tiles >= PREFETCHED_TILES)
 
 
 def unsupported_reasons(call: DecodeMLASparse) -> Iterator[str]:
@@ -300,14 +291,8 @@ def _listed(call: DecodeMLASparse) -> tuple[int, jax.Array | None]:
 
 def config_of(format: str, *, queries: int, size: int, heads: int) -> SparseConfig:
     """The configuration of a call whose `queries` query tokens have up to `size` slots: the user's, or the default."""
-    row_tiles = -(-heads // TILE)
-    tiles = queries * -(-size // TILE) * row_tiles
-    return configuration(default_config(format, tiles // multiprocessors(), shares_tiles(format, row_tiles)))
-
-
-def shares_tiles(format: str, row_tiles: int) -> bool:
-    """Whether pairs of CTAs convert each tile of keys together: there is something to convert, and no CTA is left."""
-    return format not in ("bf16", "f16") and row_tiles % CTAS == 0
+    tiles = queries * -(-size // TILE) * -(-heads // TILE)
+    return configuration(default_config(format, tiles // multiprocessors()))
 
 
 @record
@@ -488,7 +473,6 @@ class MLASparse:
         self.call, self.plan, self.rows, self.config, self.interpret = call, plan, rows, config, interpret
         self.batch, self.heads, self.latent = call.q_latent.shape
         self.tiles = -(-self.heads // TILE)
-        self.cluster = CTAS if shares_tiles(call.entry.format, self.tiles) else 1
         self.rope_in_values = isinstance(rows, FP8V4Rows)
         self.width = self.latent + call.q_pe.shape[-1] if self.rope_in_values else self.latent
         # Rows of a tile in arrays with one value per row: TMA does not clip copies to them.
@@ -497,16 +481,14 @@ class MLASparse:
         self.softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
 
     def run(self) -> KernelResults:
-        """Launches a cluster per partition of the plan and group of tiles of heads."""
+        """Launches a CTA per partition of the plan and tile of heads."""
         (results,) = kernel(
             self.cta,
             interpret=self.interpret,
             auto_barriers=False,
             out_type=(self.result_types(),),
-            grid=(self.tiles // self.cluster, self.plan.num_partitions),
+            grid=(self.tiles, self.plan.num_partitions),
             grid_names=("group", "partition"),
-            cluster=(self.cluster,),
-            cluster_names=("cta",),
             num_threads=3,
             thread_name="wg",
             kernel_name="decode_mla_sparse",
@@ -570,9 +552,6 @@ class MLASparse:
         if isinstance(self.rows, GatheredRows):
             rotary["qr"] = viewed(TILE, ROPE, own_dtype=self.rows.rope_dtype)
             rotary["r"] = swizzled(2, TILE, ROPE, dtype=self.rows.rope_dtype)
-        k_free: Any = plgpu.Barrier(num_barriers=HALVES)
-        if self.cluster > 1:
-            k_free = plgpu.ClusterBarrier(collective_axes=("cta",), num_barriers=HALVES)
         return {
             "q": viewed(width // COLUMNS, TILE, COLUMNS) if self.rope_in_values else viewed(2, TILE, HALF),
             "k": viewed(2, 2, TILE, HALF),
@@ -581,7 +560,7 @@ class MLASparse:
             "stats": plgpu.SMEM((STATS, TILE), jnp.float32),
             "q_full": plgpu.Barrier(num_arrivals=width // COLUMNS if self.rope_in_values else 3),
             "one_arrives": plgpu.Barrier(num_barriers=3 + FULL if self.interpret else 3),
-            "k_free": k_free,
+            "k_free": plgpu.Barrier(num_barriers=HALVES),
             "two_arrive": plgpu.Barrier(num_arrivals=2, num_barriers=2),
             # The interpreter needs register operands of wgmma in shared memory.
             **({"register_operands": swizzled(2, TILE, TILE, dtype=k_dtype)} if self.interpret else {}),
@@ -607,7 +586,7 @@ class MLASparse:
         k_free = [scratch["k_free"].at[n] for n in range(HALVES)]
         s_issued, *p_ready = (one.at[n] for n in range(3))
         q_free, both = (two.at[n] for n in range(2))
-        k_full: Any = LaneBarriers(stats, BARRIERS, FULL, shared=self.cluster > 1)
+        k_full: Any = LaneBarriers(stats, BARRIERS, FULL)
         if self.interpret:
             k_full = InterpretedBarriers([one.at[3 + n] for n in range(FULL)])
         elif not self.rows.quantised:
@@ -619,19 +598,12 @@ class MLASparse:
         memory, barriers = self.memory(scratch), self.barriers(scratch)
         if not self.plan.whole:  # otherwise the next kernel may be one of XLA's, instead of `combine`
             pdl_launch_dependents(operands.split_requests, interpret=self.interpret)
-        partition, group, rank, wg = (lax.axis_index(axis) for axis in ("partition", "group", "cta", "wg"))
-        cta = CTA(self, operands, memory, barriers, partition, (group * self.cluster + rank) * TILE)
+        partition, group, wg = (lax.axis_index(axis) for axis in ("partition", "group", "wg"))
+        cta = CTA(self, operands, memory, barriers, partition, group * TILE)
         barriers.k_full.start()
-
-        def produce():
-            if self.cluster == 1 or self.interpret:  # the interpreter's CTAs each convert whole tiles
-                Producer(cta, None).run()
-            else:  # a program for each: where its units lie is then part of the instructions
-                lax.cond(rank == 0, Producer(cta, 0).run, Producer(cta, 1).run)
-
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
         consumers = [Consumer(cta, side, results) for side in range(2)]
-        lax.cond(wg == 2, produce, lambda: lax.cond(wg == 0, *(consumer.run for consumer in consumers)))
+        lax.cond(wg == 2, Producer(cta).run, lambda: lax.cond(wg == 0, *(consumer.run for consumer in consumers)))
 
 
 @dataclass(frozen=True)
@@ -658,10 +630,8 @@ class CTA:
 class Producer:
     """The warpgroup that gathers keys, and has queries fetched; `gather_keys.py` has its loop over tiles."""
 
-    def __init__(self, cta: CTA, rank: int | None):
+    def __init__(self, cta: CTA):
         self.cta, self.kernel = cta, cta.kernel
-        self.rank = rank
-        """The number of this CTA in its cluster; None if CTAs do not share tiles."""
 
     def run(self) -> None:
         """Walks the work tiles of the CTA."""
@@ -686,7 +656,6 @@ class Producer:
             "stats": memory.stats,
             "k_full": barriers.k_full,
             "k_free": barriers.k_free,
-            "cta": self.rank,
         }
         if not kernel.rope_in_values:
             return (ConvertedTiles if kernel.rows.quantised else CopiedTiles)(**fields)

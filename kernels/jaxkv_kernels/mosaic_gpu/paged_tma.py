@@ -47,9 +47,9 @@ class Keys(Protocol):
         """Prefetches a tile that was looked up to the L2 cache."""
 
 
-def copies_per_tile(pages: Pages, rows: int = TILE) -> int:
-    """How many copies fetch a tile, or `rows` rows of one: one per block that they lie in."""
-    return rows // min(pages.block_size, rows)
+def copies_per_tile(pages: Pages) -> int:
+    """How many copies fetch a tile: one per block that it lies in."""
+    return TILE // min(pages.block_size, TILE)
 
 
 @dataclass(frozen=True)
@@ -58,18 +58,11 @@ class PageTable:
 
     ref: Any
     pages: Pages
-    rows: int = TILE
-    """Tokens that are fetched at once: those of a tile, or a part of it that begins at a multiple of this."""
-
-    @property
-    def copies_at_once(self) -> int:
-        """Copies that fetch these tokens."""
-        return copies_per_tile(self.pages, self.rows)
 
     @property
     def copy_rows(self) -> int:
         """Tokens per copy."""
-        return self.rows // self.copies_at_once
+        return TILE // copies_per_tile(self.pages)
 
     def block(self, request, token):
         """The table's entry for a token of a request."""
@@ -85,7 +78,7 @@ class PageTable:
 
         They are only loaded here, not used: a caller that looks up a tile ahead does not wait for the loads.
         """
-        return tuple(self.block(request, first_token + c * self.copy_rows) for c in range(self.copies_at_once))
+        return tuple(self.block(request, first_token + c * self.copy_rows) for c in range(copies_per_tile(self.pages)))
 
     def copies(self, found, first_token):
         """Yields where each copy of a tile begins: the row in the tile, the block, and the token within the block.
@@ -100,7 +93,7 @@ class PageTable:
 
     def known_copies(self, request, first_token):
         """Yields the row in a tile where each copy begins, and whether its block is in the cache."""
-        for c in range(self.copies_at_once):  # one at a time: registers are scarce where this is called
+        for c in range(copies_per_tile(self.pages)):  # one at a time: registers are scarce where this is called
             row = c * self.copy_rows
             yield row, self.known(self.block(request, first_token + row))
 

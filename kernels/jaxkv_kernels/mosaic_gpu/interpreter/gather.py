@@ -95,9 +95,8 @@ class InterpretedRows(GatheredRows):
         stats_ref[flag[0], pl.ds(flag[1], 4)] = jnp.full(4, (factor != 1).any(), jnp.float32)
         return None if raw is None else (scales, factor)
 
-    def store(self, unit, stage, k_ref, raw, scales, k_full, cta):
+    def store(self, unit, stage, k_ref, raw, scales):
         """Stores a unit, `raw` [64, bytes]."""
-        del k_full, cta
         values = _from_e4m3(raw) if self.stored == "e4m3" else from_e2m1(raw, jnp.ones((TILE, 1))).astype(jnp.float16)
         first = unit.number * self.line_values
         values = values if scales is None else values * scales[0][:, first : first + self.line_values]
@@ -160,9 +159,8 @@ class InterpretedFP8V4Rows(FP8V4Rows):
         """A unit of the rows, bytes [64, n]."""
         return own[0][:, unit.offset : unit.offset + {"e4m3": 128, "half": 64, "rope": 128}[unit.kind]]
 
-    def store(self, unit, stage, k_ref, raw, scales, k_full, cta):
+    def store(self, unit, stage, k_ref, raw, scales):
         """Stores a unit as bf16."""
-        del k_full, cta
         if unit.kind == "rope":
             values = _elements(raw, jnp.bfloat16)
         else:

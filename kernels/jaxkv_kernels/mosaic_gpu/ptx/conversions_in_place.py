@@ -11,15 +11,15 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.ptx.barriers import Peer, store_16_bytes
 from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, i32, ptx
 from jaxkv_kernels.mosaic_gpu.ptx.loads import COLUMN_TILE, LOAD_SHARED
-from jaxkv_kernels.mosaic_gpu.sizes import HALF
+from jaxkv_kernels.mosaic_gpu.ptx.stores import STORE_SHARED
+from jaxkv_kernels.mosaic_gpu.sizes import HALF, TILE
 
-WARPS = 4
-"""Each converts consecutive rows."""
+WARP_ROWS = TILE // 4
+"""Rows of a tile that a warp converts."""
 
 
 class Lane:
@@ -41,49 +41,44 @@ class Lane:
         return arith.xori(self.phase, self.odd)
 
 
-def load_half(raw, offset: int, shift, rows: int) -> list[list[ir.Value]]:
-    """The lane's chunks of [`rows`, 256] bytes: the words of one chunk per pair of its warp's rows.
-
-    They begin at byte `offset`, an int, plus `shift`, a register.
-    """
-    lane, warp_rows = Lane(), rows // WARPS
-    row = arith.addi(arith.muli(lane.warp, c32(warp_rows)), lane.odd)
+def load_half(raw, offset: int) -> list[list[ir.Value]]:
+    """The lane's chunks of [64, 256] bytes at `offset`: the words of one chunk per pair of its warp's rows."""
+    lane = Lane()
+    row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.odd)
     chunk = arith.addi(arith.shli(lane.column_tile, c32(2)), lane.chunk)
-    start = at(mgpu.utils.memref_ptr(raw), _sum(shift, arith.muli(row, c32(HALF)), arith.shli(chunk, c32(4))))
-    return [_load(start, offset + 2 * n * HALF) for n in range(warp_rows // 2)]
+    start = at(mgpu.utils.memref_ptr(raw), _sum(arith.muli(row, c32(HALF)), arith.shli(chunk, c32(4))))
+    return [_load(start, offset + 2 * n * HALF) for n in range(WARP_ROWS // 2)]
 
 
-def store_half(into, offset: int, shift, rows: int, chunks: list[list[ir.Value]], peer: Peer | None) -> None:
-    """Stores what `load_half` returned as float16 to swizzled rows of 256 values, which begin at the same byte."""
+def store_half(into, offset: int, chunks: list[list[ir.Value]]) -> None:
+    """Stores what `load_half` returned as float16 to a swizzled [64, 256] tile at `offset`."""
     lane = Lane()
     row_tile = HALF // 64 * COLUMN_TILE
     start = _sum(
-        arith.muli(lane.warp, c32(rows // (8 * WARPS) * row_tile)),
+        arith.muli(lane.warp, c32(2 * row_tile)),
         arith.muli(lane.column_tile, c32(COLUMN_TILE)),
         _in_row(lane, lane.odd),
     )
     for n, chunk in enumerate(chunks):
         # Rows 2n and 2n + 1: bits 1 and 2 of the row are XORed into the chunk as well.
         in_tile, pair = divmod(n, 4)
-        own = arith.xori(start, c32(pair * 32))
-        _store_converted(into, shift, own, offset + in_tile * row_tile + pair * 256, chunk, peer)
+        _store_converted(into, arith.xori(start, c32(pair * 32)), offset + in_tile * row_tile + pair * 256, chunk)
 
 
-def load_rope(raw, offset: int, shift, rows: int) -> list[list[ir.Value]]:
-    """The lane's chunks of [`rows`, 64] bytes, as in `load_half`: one per eight of its warp's rows."""
-    lane, warp_rows = Lane(), rows // WARPS
-    own = _sum(arith.muli(lane.warp, c32(64 * warp_rows)), arith.shli(lane.lane, c32(4)))
-    start = at(mgpu.utils.memref_ptr(raw), _sum(shift, own))
-    return [_load(start, offset + n * 8 * 64) for n in range(warp_rows // 8)]
+def load_rope(raw, offset: int) -> list[list[ir.Value]]:
+    """The lane's chunks of [64, 64] bytes at `offset`: one per eight of its warp's rows."""
+    lane = Lane()
+    start = at(mgpu.utils.memref_ptr(raw), _sum(arith.shli(lane.warp, c32(10)), arith.shli(lane.lane, c32(4))))
+    return [_load(start, offset + n * 8 * 64) for n in range(WARP_ROWS // 8)]
 
 
-def store_rope(into, offset: int, shift, rows: int, chunks: list[list[ir.Value]], peer: Peer | None) -> None:
-    """Stores what `load_rope` returned as float16 to swizzled rows of 64 values, which begin at the same byte."""
+def store_rope(into, offset: int, chunks: list[list[ir.Value]]) -> None:
+    """Stores what `load_rope` returned as float16 to a swizzled [64, 64] tile at `offset`."""
     lane = Lane()
     row = _sum(arith.shli(lane.phase, c32(1)), lane.odd)
-    start = _sum(arith.muli(lane.warp, c32(rows // (8 * WARPS) * COLUMN_TILE)), _in_row(lane, row))
+    start = _sum(arith.muli(lane.warp, c32(2 * COLUMN_TILE)), _in_row(lane, row))
     for n, chunk in enumerate(chunks):
-        _store_converted(into, shift, start, offset + n * COLUMN_TILE, chunk, peer)
+        _store_converted(into, start, offset + n * COLUMN_TILE, chunk)
 
 
 def _in_row(lane: Lane, row) -> ir.Value:
@@ -95,17 +90,16 @@ def _load(start, offset: int) -> list[ir.Value]:
     return list(ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True))
 
 
-def _store_converted(into, shift, start, offset: int, chunk: list[ir.Value], peer: Peer | None) -> None:
-    """Stores 16 e4m3 values to the chunk at byte `offset` + `shift` + `start`, and to its neighbour."""
+def _store_converted(into, place, offset: int, chunk: list[ir.Value]) -> None:
+    """Stores 16 e4m3 values to the chunk at `place` and to its neighbour."""
     values = [value for word in chunk for value in ptx(E4M3_TO_F16, word, result_types=[i32()] * 2)]
     for swap, four in ((0, values[:4]), (16, values[4:])):
-        own = arith.xori(start, c32(swap)) if swap else start
-        store_16_bytes(at(mgpu.utils.memref_ptr(into), _sum(shift, own)), offset, four, peer)
+        start = arith.xori(place, c32(swap)) if swap else place
+        ptx(STORE_SHARED.format(offset=offset), at(mgpu.utils.memref_ptr(into), start), *four)
 
 
 def _sum(*terms) -> ir.Value:
-    """The sum of the terms that are not None."""
-    first, *others = (term for term in terms if term is not None)
+    first, *others = terms
     for term in others:
         first = arith.addi(first, term)
     return first

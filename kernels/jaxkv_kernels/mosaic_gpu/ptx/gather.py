@@ -14,7 +14,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
-from jaxkv_kernels.mosaic_gpu.ptx.barriers import Peer, arrive, arrive_for_copies, store_16_bytes
+from jaxkv_kernels.mosaic_gpu.ptx.barriers import arrive, arrive_for_copies
 from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables, slot_of
 from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import permuted, words
@@ -468,9 +468,7 @@ def finish_rope(ref, stage: int, special, inverse, barrier) -> None:
         arrive_for_copies(barrier)
 
 
-def store_e4m3(
-    ref, raw, scale_of: Callable[[ir.Value], ir.Value] | None, stage: int, group: int, peer: Peer | None
-) -> None:
+def store_e4m3(ref, raw, scale_of: Callable[[ir.Value], ir.Value] | None, stage: int, group: int) -> None:
     """Stores a unit of e4m3 values, group `group` of a latent, as float16 times their scales.
 
     `scale_of` returns the scale for the row of a lane; None if entries have no scales of their own.
@@ -486,7 +484,7 @@ def store_e4m3(
     for n, (register, owner) in enumerate(zip(raw.registers.flat, lane.owners, strict=True)):
         values = _converted(register, *([] if scale_of is None else [scale_of(owner)]))
         for start, four in zip(starts, (values[:4], values[4:]), strict=True):
-            store_16_bytes(start, first + n * 2 * column_tiles * COLUMN_TILE, four, peer)
+            ptx(STORE_SHARED.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *four)
 
 
 def store_e4m3_rope(ref, raw, stage: int) -> None:
@@ -507,9 +505,7 @@ def _converted(register, *scale) -> list[ir.Value]:
     return [value for word in words(register) for value in ptx(convert, word, *scale, result_types=[i32()] * 2)]
 
 
-def store_e2m1(
-    ref, raw, scales_of: Callable[[ir.Value], list[ir.Value]], stage: int, half: int, peer: Peer | None
-) -> None:
+def store_e2m1(ref, raw, scales_of: Callable[[ir.Value], list[ir.Value]], stage: int, half: int) -> None:
     """Stores half a latent of e2m1 values as float16 times the scales of each row's owner, one per 16 values."""
     lane = Lane()
     column_tiles = HALF // 64
@@ -522,4 +518,4 @@ def store_e2m1(
         scales = scales_of(owner)
         for i, (word, start) in enumerate(zip(words(register), starts, strict=True)):
             values = ptx(CONVERT_E2M1, word, scales[i // 2], result_types=[i32()] * 4)
-            store_16_bytes(start, first + n * 2 * column_tiles * COLUMN_TILE, values, peer)
+            ptx(STORE_SHARED.format(offset=first + n * 2 * column_tiles * COLUMN_TILE), start, *values)
