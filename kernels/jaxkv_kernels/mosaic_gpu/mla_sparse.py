@@ -56,9 +56,9 @@ those of masked keys only.
 Barriers.
     q_full           the queries have landed
     q_free           both consumers have multiplied with the queries for the last time
-    k_full[2t + h]   half h of key tile t is in shared memory (each lane of the producer).  The half that is stored first
-                     also covers the factors.  If keys are copied, the half that is stored last covers the rotary keys,
-                     which otherwise have barrier 4 + t.  These are not Pallas's barriers (`lane_barriers.py`).
+    k_full[2t + h]   half h of key tile t is in shared memory (each lane of the producer).  The half that is stored
+                     first also covers the factors.  If keys are copied, the half that is stored last covers the rotary
+                     keys, which otherwise have barrier 4 + t.  These are not Pallas's barriers (`lane_barriers.py`).
     k_free[2t + h]   the consumer that is the last to multiply this half is done with it.  K1's halves stage the result
                      of a work tile, and are freed once TMA has read it.
     s_issued         S0's products have been issued
