@@ -32,14 +32,12 @@ from jaxkv_kernels.mosaic_gpu.interpreter import topk as interpreted
 from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.topk_chunk import COUNTERS, EMPTY, VECTOR, Chunks, wait_for_all
+from jaxkv_kernels.mosaic_gpu.topk_chunk import ALL, BINS, COUNTERS, EMPTY, VECTOR, Chunks, wait_for_all
 
 LOGITS, KEPT = 64, 32
 """Logits per thread, and keys of later launches, whose positions take registers as well."""
 WARPGROUPS = 4
 MOST_SELECTED = 4096
-NOWHERE = -(2**31)
-"""A place that precedes all others, even those of elements past the end of a row."""
 
 
 def unsupported_reasons(call: SelectTopk) -> Iterator[str]:
@@ -84,17 +82,20 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
     last = count == 1
     looks_up = last and tables is not None
     sorted_size = max(of_gpu.threads, 1 << (k - 1).bit_length())
+    room = max(of_gpu.unit, 2 * sorted_size)
+    collects = size > room
 
     def body(values_ref, *refs):
         places_ref = refs[0] if places is not None else None
         refs = refs[places is not None :]
         table_ref = refs[0] if looks_up else None
         refs = refs[looks_up:]
-        outs, (counters, *memory) = (refs[:1], refs[1:]) if last else (refs[:2], refs[2:])
+        outs, (counters, bins, *memory) = (refs[:1], refs[1:]) if last else (refs[:2], refs[2:])
         # Only the next launch reads what this one keeps.  With many CTAs, an early start would make CTAs of both share
         # multiprocessors.
         if not last and rows * count <= multiprocessors() // 2:
             pdl_launch_dependents(values_ref, interpret=interpret)
+        chunks.clear(bins)
         row, part = lax.axis_index("row"), lax.axis_index("chunk")
         first = part * size
         keys = chunks.load(values_ref, row, first, size, logits=places is None)
@@ -102,18 +103,27 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
             at = chunks.places(first, size)
         else:
             at = chunks.load(places_ref, row, first, size, logits=False)
-        least, before, low, high = _search(chunks, counters, keys, at, k, end)
+        search = partial(_search, chunks, counters, bins, k=k, end=end)
+        state = tuple(map(jnp.int32, (*ALL, k, size)))
+        if collects:
+            candidates, memory = memory[:2], memory[2:]
+            keys, state = search(keys, at, state, most=room)
+            chunks.collect(counters, keys, at, state[0], candidates, (), room)
+            keys, at = chunks.load_kept(candidates)
+        keys, state = search(keys, at, state, most=k)
+        if last:
+            low, high = chunks.extremes(counters, keys)
         refs, index, slots = (memory[:2], (), sorted_size) if last else (outs, (row, part), k)
-        chunks.collect(counters, keys, at, least, before, refs, index, slots)
+        chunks.collect(counters, keys, at, state[0], refs, index, slots)
         if last:
             slots = None if tables is None else tables._replace(array=table_ref)
             if interpret:
                 interpreted.store_sorted(memory, outs[0], row, k, slots)
                 return
             plgpu.inline_mgpu()(lambda _: wait_for_all())()
-            topk_sorting.store_sorted(memory, counters, low, high, outs[0], row, k, slots, of_gpu.warpgroups)
+            topk_sorting.store_sorted(memory, counters, jnp.maximum(low, state[0]), high, outs[0], row, k, slots, of_gpu.warpgroups)
 
-    shape = jax.ShapeDtypeStruct
+    shape, memory = jax.ShapeDtypeStruct, [COUNTERS, BINS] + [room] * (2 * collects) + [sorted_size] * (3 * last)
     return kernel(
         body,
         interpret=interpret,
@@ -124,59 +134,29 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
         num_threads=1 if interpret else of_gpu.warpgroups,  # the interpreter's chunks are arrays of one thread
         thread_name="wg",
         kernel_name="select_topk",
-        scratch_types=[plgpu.SMEM((COUNTERS,), jnp.int32)] + [plgpu.SMEM((sorted_size,), jnp.int32)] * (3 * last),
+        scratch_types=[plgpu.SMEM((words,), jnp.int32) for words in memory],
     )(values, *([] if places is None else [places]), *([tables.array] if looks_up else []))
 
 
-def _search(chunks, counters, keys, places, k: int, end: int):
-    """Returns a key and a place, and a lower bound and the maximum of the k largest keys.
+def _search(chunks, counters, bins, keys, places, state, *, k: int, end: int, most: int):
+    """Narrows the range of the k-th largest key until at most `most` keys are in it or above.
 
-    The k largest logits are those above the key, and those equal to it before the place.
-
-    `chunks` has the operations on chunks.  `end` is the number of places.  With k or fewer logits above EMPTY, the key
-    is EMPTY and the place NOWHERE.
+    Returns the keys and the new state.  The range may be a single key that too many keys equal: those at the last places
+    then become EMPTY.  `chunks` has the operations on chunks, and explains the state.  `end` is the number of places.
     """
-    count = partial(chunks.count, counters, keys=keys)
-    valid = count(step=jnp.int32(0), least=jnp.int32(EMPTY + 1))
-    low, high = chunks.extremes(counters, keys)
 
-    def guess(step, low, at_low, high, at_high):
-        """A key above `low` and below `high`."""
-        middle = (low & high) + ((low ^ high) >> 1)
-        share = (at_low - k).astype(jnp.float32) / (at_low - at_high).astype(jnp.float32)
-        found = chunks.between(low, high, share)
-        usable = (found > low) & (lax.rem(step, jnp.int32(3)) != 0)
-        return jnp.clip(jnp.where(usable, found, middle), low + 1, high - 1)
+    def narrowed(narrow, state):
+        def too_many(state):
+            _, extent, wanted, held = state
+            return (k - wanted + held > most) & (extent != 0)
 
-    def unknown(carry):
-        _, low, at_low, high, _ = carry
-        return (at_low > k) & (low + 1 < high)
+        return lax.while_loop(too_many, narrow, state)
 
-    def narrow(carry):
-        step, low, at_low, high, at_high = carry
-        least = guess(step, low, at_low, high, at_high)
-        at_least = count(step=step, least=least)
-        enough = at_least >= k
-        step, low, at_low = step + 1, jnp.where(enough, least, low), jnp.where(enough, at_least, at_low)
-        return step, low, at_low, jnp.where(enough, high, least), jnp.where(enough, at_high, at_least)
+    def among_equal():
+        first = jnp.int32(-end), jnp.int32(end - 1), wanted, held
+        low, *_ = narrowed(partial(chunks.narrow_places, counters, bins, keys, places, least), first)
+        return jnp.where((keys == least) & (places > ~low), EMPTY, keys)
 
-    def search():
-        carry = jnp.int32(1), low, valid, high + 1, jnp.int32(0)
-        step, least, found, _, above = lax.while_loop(unknown, narrow, carry)
-        return lax.cond(found > k, lambda: among_equal(step, least, k - above), lambda: (least, jnp.int32(end)))
-
-    def among_equal(step, least, wanted):
-        """The place before which `wanted` keys equal `least`."""
-
-        def halve(carry):
-            step, low, high = carry
-            middle = low + ((high - low) >> 1)
-            before = chunks.count_before(counters, step, keys, places, least, middle)
-            enough = before >= wanted
-            return step + 1, jnp.where(enough, low, middle), jnp.where(enough, middle, high)
-
-        carry = step, jnp.int32(0), jnp.int32(end)
-        return least, lax.while_loop(lambda carry: carry[2] - carry[1] > 1, halve, carry)[2]
-
-    least, before = lax.cond(valid > k, search, lambda: (jnp.int32(EMPTY), jnp.int32(NOWHERE)))
-    return least, before, jnp.maximum(least, low), high
+    state = narrowed(partial(chunks.narrow, counters, bins, keys), state)
+    least, _, wanted, held = state
+    return lax.cond(k - wanted + held > most, among_equal, lambda: keys), state

@@ -1,4 +1,4 @@
-"""A chunk of a row of logits in the registers of a CTA, and the operations of the search in it.
+"""A chunk of a row of logits in the registers of a CTA, or what is left of it, and the operations of the search in it.
 
 Logits are int32 keys in the order of float32, with -0 as 0 and every NaN above all others.  EMPTY stands for -inf, and
 for elements past the end of a row.  Of T threads, register 4 v + c of thread t has element 4 T v + 4 t + c of the
@@ -25,14 +25,37 @@ LANES, WARP, VECTOR = 128, 32, 4
 EMPTY, NAN = -0x7F800001, 0x7FC00000
 MOST_WARPS = 16
 COUNTERS = 4 * MOST_WARPS
-"""int32 words of shared memory that the threads count with: two per warp for counts, and two for other numbers."""
-OTHERS = 8 * MOST_WARPS
-"""The byte at which those other numbers begin."""
+"""int32 words of shared memory that the threads count with: a count per warp, FOUND, and two other numbers per warp."""
+FOUND, OTHERS = 4 * MOST_WARPS, 8 * MOST_WARPS
+"""The byte at which the result of a step of the search begins, and that at which those other numbers begin."""
+BINS = MOST_WARPS * WARP * VECTOR
+"""int32 words of shared memory for a histogram: a vector per thread."""
+ALL = EMPTY + 1, 0x7FFFFFFF - (EMPTY + 1) - (1 << 32)
+"""The range of all keys but EMPTY: the lowest, and the distance of the highest from it, which has no sign."""
 LOAD = (
     "{{ .reg .pred p; setp.lt.s32 p, $5, {length}; mov.b32 $0, {rest}; mov.b32 $1, {rest}; mov.b32 $2, {rest}; "
     "mov.b32 $3, {rest}; @p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
 )
 LOAD_ONE = "{{ .reg .pred p; setp.lt.s32 p, $2, {length}; mov.b32 $0, {rest}; @p ld.global.b32 $0, [$1]; }}"
+ZERO = "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }"
+SHIFT = f"{{ .reg .b32 n; clz.b32 n, $1; sub.s32 n, {33 - BINS.bit_length()}, n; max.s32 $0, n, 0; }}"
+"""The distance within a range of BINS bins or less, shifted by this, is a bin."""
+IN_RANGE = (
+    "{ .reg .pred p; .reg .b32 n; sub.s32 n, $4, $0; setp.le.u32 p, n, $1; shr.u32 n, n, $2; "
+    "mad.lo.u32 n, n, 4, $3; @p red.shared.add.u32 [n], 1; }"
+)
+"""Counts a key in its bin.  Operands: the lowest key of the range, the distance to its highest, SHIFT, the first bin."""
+EQUAL_IN_RANGE = (
+    "{ .reg .pred p; .reg .b32 n; not.b32 n, $4; sub.s32 n, n, $0; setp.eq.s32 p, $5, $6; setp.le.and.u32 p, n, $1, p; "
+    "shr.u32 n, n, $2; mad.lo.u32 n, n, 4, $3; @p red.shared.add.u32 [n], 1; }"
+)
+"""Counts the complement of the place of a key that equals a key."""
+STORE = (
+    "{{ .reg .pred p; .reg .b{bits} a, b; mov.b{bits} a, $2; mov.b{bits} b, $3; setp.ge.s32 p, $4, $5; "
+    "@p st.{space}.b32 [a], $4; @p st.{space}.b32 [b], $6; @p add.s{bits} a, a, 4; @p add.s{bits} b, b, 4; "
+    "mov.b{bits} $0, a; mov.b{bits} $1, b; }}"
+)
+"""Stores a key and a place, if the key is $5 or more.  Results: the addresses of the next ones."""
 KEY = (
     "{{ .reg .pred p; .reg .b32 s; .reg .f32 x; add.f32 x, $1, 0f00000000; setp.nan.f32 p, x, x; mov.b32 s, x; "
     "shr.s32 s, s, 31; and.b32 s, s, 0x7FFFFFFF; xor.b32 s, s, x; selp.b32 $0, {nan}, s, p; }}"
@@ -69,17 +92,15 @@ OWN = "mov.u32 w, %tid.x; shr.u32 w, w, 5; mov.u32 l, %laneid; setp.eq.b32 p, l,
 """The index `w` of the warp, that of the lane, `l`, and whether it is `lane`."""
 
 
-def total(counters, step, own, warps: int) -> Any:
+def total(counters, own, warps: int) -> Any:
     """The sum over the CTA of a number per thread."""
     base = shared(counters)
-    parity = f"and.b32 a, {{}}, 1; mad.lo.s32 a, a, {4 * MOST_WARPS}, {{}}; "
-    code = "{ .reg .pred p; .reg .b32 n, a, w, l; redux.sync.add.s32 n, $1, -1; " + parity.format("$2", "$0")
-    code += OWN.format(lane=0) + "mad.lo.s32 a, w, 4, a; @p st.shared.b32 [a], n; }"
-    ptx(code, base, own, step, has_side_effects=True, convergent=True)
+    code = "{ .reg .pred p; .reg .b32 n, a, w, l; redux.sync.add.s32 n, $1, -1; "
+    code += OWN.format(lane=0) + "mad.lo.s32 a, w, 4, $0; @p st.shared.b32 [a], n; }"
+    ptx(code, base, own, has_side_effects=True, convergent=True)
     wait_for_all()
-    code = "{ .reg .pred p; .reg .b32 n, a, l; " + parity.format("$2", "$1") + of_warps("n", "a", warps)
-    code += "redux.sync.add.s32 $0, n, -1; }"
-    return ptx(code, base, step, result_types=i32(), has_side_effects=True, convergent=True)
+    code = "{ .reg .pred p; .reg .b32 n, l; " + of_warps("n", "$1", warps) + "redux.sync.add.s32 $0, n, -1; }"
+    return ptx(code, base, result_types=i32(), has_side_effects=True, convergent=True)
 
 
 def of_warps(into: str, address: str, warps: int) -> str:
@@ -90,12 +111,27 @@ def of_warps(into: str, address: str, warps: int) -> str:
     )
 
 
-def added(flags: list[Any]) -> Any:
-    """How many of these predicates hold.  Four independent sums make the chain of additions shorter."""
-    sums = [c32(0)] * 4
-    for n, flag in enumerate(flags):
-        sums[n % 4] = arith.addi(sums[n % 4], arith.extui(i32(), flag))
-    return arith.addi(arith.addi(sums[0], sums[1]), arith.addi(sums[2], sums[3]))
+def count(keys: int) -> str:
+    """PTX that counts how many of these keys are the first operand or more."""
+    # In float32, which is exact here: float32 additions do not share a pipe with the comparisons.  Four sums make the
+    # chain of additions shorter.
+    code = "{ .reg .pred p; .reg .f32 n<4>; " + "".join(f"mov.f32 n{i}, 0f00000000; " for i in range(4))
+    for i in range(keys):
+        code += f"setp.ge.s32 p, ${i + 2}, $1; @p add.f32 n{i % 4}, n{i % 4}, 0f3F800000; "
+    return code + "add.f32 n0, n0, n1; add.f32 n2, n2, n3; add.f32 n0, n0, n2; cvt.rzi.s32.f32 $0, n0; }"
+
+
+def scanned(address, own, *, down: bool) -> Any:
+    """The sum of a number per thread over the warp's lanes up to the own one, or with `down` from it on.
+
+    The last of these sums, that over the warp, goes to the warp's word of shared memory at `address`.
+    """
+    way, end, last = ("down", WARP - 1, 0) if down else ("up", 0, WARP - 1)
+    code = "{ .reg .pred p, q; .reg .b32 n, a, w, l, other; mov.b32 n, $2; "
+    for step in (1, 2, 4, 8, 16):
+        code += f"shfl.sync.{way}.b32 other|q, n, {step}, {end}, -1; @q add.s32 n, n, other; "
+    code += OWN.format(lane=last) + "mad.lo.s32 a, w, 4, $1; @p st.shared.b32 [a], n; mov.b32 $0, n; }"
+    return ptx(code, address, own, result_types=i32(), has_side_effects=True, convergent=True)
 
 
 @dataclass(frozen=True)
@@ -160,58 +196,108 @@ class Chunks:
 
         return run(first)
 
-    @staticmethod
-    def between(low, high, share) -> Any:
-        """The key of the value at fraction `share` from the value of `low` to that of `high`; EMPTY if not finite."""
+    def load_kept(self, refs) -> list[Any]:
+        """What `collect` has stored to shared memory: keys and places."""
+        (size,) = refs[0].shape
 
-        @plgpu.inline_mgpu(arg_types=(SCALAR, SCALAR, SCALAR), return_type=_NUMBER)
-        def run(_, low, high, share):
-            low, high, share = (x.registers.item() for x in (low, high, share))
-            code = "{ .reg .pred p; .reg .b32 s; .reg .f32 x, y, z; "
-            for to, key in (("x", "$1"), ("y", "$2")):
-                code += f"shr.s32 s, {key}, 31; and.b32 s, s, 0x7FFFFFFF; xor.b32 s, s, {key}; mov.b32 {to}, s; "
-            code += (
-                "sub.f32 y, y, x; fma.rn.f32 x, y, $3, x; add.f32 x, x, 0f00000000; abs.f32 z, x; mov.b32 $0, x; "
-                "shr.s32 s, $0, 31; and.b32 s, s, 0x7FFFFFFF; xor.b32 $0, $0, s; "
-                f"setp.lt.f32 p, z, 0f7F800000; selp.b32 $0, $0, {EMPTY & 0xFFFFFFFF:#010x}, p; }}"
-            )
-            return splat(ptx(code, low, high, share, result_types=i32()))
+        @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2,), return_type=[_array(size // self.warpgroups)] * 2)
+        def run(_, refs):
+            wait_for_all()
+            found = []
+            for ref in refs:
+                start = element(ref, (arith.muli(thread(), c32(VECTOR)),), size)
+                vectors = []
+                for n in range(size // self.unit):
+                    code = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {4 * self.unit * n}];"
+                    vectors.append(ptx(code, start, result_types=[i32()] * 4, has_side_effects=True))
+                found.append(array(vectors, layout(size // self.warpgroups)))
+            return found
 
-        return run(low, high, share)
+        return run(list(refs))
 
-    def count(self, counters, step, keys, least) -> Any:
-        """How many keys are `least` or more.  `step` selects the counters, and must alternate between even and odd."""
+    def clear(self, bins) -> None:
+        """Sets all bins to 0."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, layout(keys.size), SCALAR), return_type=_NUMBER)
-        def run(_, counters, step, keys, least):
-            step, least = step.registers.item(), least.registers.item()
-            keys = elements(keys)
-            # Counts in float32, which is exact here: float32 additions do not share a pipe with the comparisons.
-            code = "{ .reg .pred p; .reg .f32 n<4>; " + "".join(f"mov.f32 n{i}, 0f00000000; " for i in range(4))
-            for i in range(len(keys)):
-                code += f"setp.ge.s32 p, ${i + 2}, $1; @p add.f32 n{i % 4}, n{i % 4}, 0f3F800000; "
-            code += "add.f32 n0, n0, n1; add.f32 n2, n2, n3; add.f32 n0, n0, n2; cvt.rzi.s32.f32 $0, n0; }"
-            own = ptx(code, least, *keys, result_types=i32())
-            return splat(total(counters, step, own, self._warps))
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+        def run(_, bins):
+            ptx(ZERO, self._bins(bins), has_side_effects=True)
+            wait_for_all()
 
-        return run(counters, step, keys, least)
+        run(bins)
 
-    def count_before(self, counters, step, keys, places, key, end) -> Any:
-        """How many keys equal `key` at places before `end`."""
+    def narrow(self, counters, bins, keys, state) -> tuple[Any, ...]:
+        """Narrows a range of keys in which the `wanted` largest are sought: to the bin that has the last of these.
+
+        The `state` is the range, which is its lowest key and the distance to its highest, `wanted`, and how many keys
+        the range has.  If that is less than `wanted`, finds the lowest bin.  Bins are 0 before and after.
+        """
         own = layout(keys.size)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, own, own, SCALAR, SCALAR), return_type=_NUMBER)
-        def run(_, counters, step, keys, places, key, end):
-            step, key, end = (x.registers.item() for x in (step, key, end))
-            flags = [
-                arith.andi(
-                    arith.cmpi(arith.CmpIPredicate.eq, own, key), arith.cmpi(arith.CmpIPredicate.slt, place, end)
-                )
-                for own, place in zip(elements(keys), elements(places), strict=True)
-            ]
-            return splat(total(counters, step, added(flags), self._warps))
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.RefType(), own, [SCALAR] * 4), return_type=[_NUMBER] * 4
+        )
+        def run(_, counters, bins, keys, state):
+            return self._narrow(counters, bins, IN_RANGE, [[key] for key in elements(keys)], state)
 
-        return run(counters, step, keys, places, key, end)
+        return tuple(run(counters, bins, keys, list(state)))
+
+    def narrow_places(self, counters, bins, keys, places, key, state) -> tuple[Any, ...]:
+        """The same for the complements of the places of keys that equal `key`."""
+        own = layout(keys.size)
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), plgpu.RefType(), own, own, SCALAR, [SCALAR] * 4), return_type=[_NUMBER] * 4
+        )
+        def run(_, counters, bins, keys, places, key, state):
+            key, pairs = key.registers.item(), zip(elements(keys), elements(places), strict=True)
+            return self._narrow(counters, bins, EQUAL_IN_RANGE, [[place, own, key] for own, place in pairs], state)
+
+        return tuple(run(counters, bins, keys, places, key, list(state)))
+
+    def _narrow(self, counters, bins, code: str, values, state) -> list[Any]:
+        low, extent, wanted, _ = (x.registers.item() for x in state)
+        base, first = shared(counters), shared(bins)
+        shift = ptx(SHIFT, extent, result_types=i32())
+        for value in values:
+            ptx(code, low, extent, shift, first, *value, has_side_effects=True)
+        wait_for_all()
+        address = self._bins(bins)
+        held = ptx("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", address, result_types=[i32()] * 4, has_side_effects=True)
+        ptx(ZERO, address, has_side_effects=True)
+        own = arith.addi(arith.addi(held[0], held[1]), arith.addi(held[2], held[3]))
+        from_own = scanned(base, own, down=True)
+        wait_for_all()
+        code = (
+            "{ .reg .pred p; .reg .b32 n, w, l; "
+            + of_warps("n", "$1", self._warps)
+            + "mov.u32 w, %tid.x; shr.u32 w, w, 5; mov.u32 l, %laneid; setp.le.u32 p, l, w; @p mov.b32 n, 0; "
+            "redux.sync.add.s32 $0, n, -1; }"
+        )
+        from_own = arith.addi(from_own, ptx(code, base, result_types=i32(), has_side_effects=True, convergent=True))
+        above = arith.subi(from_own, own)
+        # The thread whose bins have the last key that is wanted, or else the first thread.
+        enough = arith.cmpi(arith.CmpIPredicate.sge, from_own, wanted)
+        enough = arith.ori(enough, arith.cmpi(arith.CmpIPredicate.eq, thread(), c32(0)))
+        found = arith.andi(enough, arith.cmpi(arith.CmpIPredicate.slt, above, wanted))
+        in_bin, bin_ = held[-1], c32(VECTOR - 1)
+        for n in reversed(range(VECTOR - 1)):
+            with_bin = arith.addi(above, in_bin)
+            enough = arith.cmpi(arith.CmpIPredicate.sge, with_bin, wanted)
+            above = arith.select(enough, above, with_bin)
+            in_bin, bin_ = arith.select(enough, in_bin, held[n]), arith.select(enough, bin_, c32(n))
+        bin_ = arith.addi(bin_, arith.muli(thread(), c32(VECTOR)))
+        low = arith.addi(low, arith.shli(bin_, shift))
+        code = f"st.shared.v4.b32 [$0 + {FOUND}], {{$1, $2, $3, $3}};"
+        ptx(code, base, low, arith.subi(wanted, above), in_bin, predicate=found)
+        wait_for_all()
+        code = f"{{ .reg .b32 n; ld.shared.v4.b32 {{$0, $1, $2, n}}, [$3 + {FOUND}]; }}"
+        low, wanted, in_bin = ptx(code, base, result_types=[i32()] * 3, has_side_effects=True)
+        extent = arith.subi(arith.shli(c32(1), shift), c32(1))
+        return [splat(x) for x in (low, extent, wanted, in_bin)]
+
+    def _bins(self, bins) -> Any:
+        """The address of the thread's bins."""
+        return arith.addi(shared(bins), arith.muli(thread(), c32(4 * VECTOR)))
 
     def extremes(self, counters, keys) -> Any:
         """The smallest key other than EMPTY, and the largest key.  If all are EMPTY, the former is arbitrary."""
@@ -240,33 +326,22 @@ class Chunks:
 
         return run(counters, keys)
 
-    def collect(self, counters, keys, places, least, end, refs, index, slots: int) -> None:
-        """Stores the keys above `least`, and those equal to it at places before `end`, with their places, in any order.
+    def collect(self, counters, keys, places, least, refs, index, slots: int) -> None:
+        """Stores the keys from `least` on, which is above EMPTY, with their places, in any order.
 
         There are at most `slots` of them.  They go to `refs` (keys, places): to part `index[1]` of row `index[0]`, or
         without `index` to shared memory.  The remaining slots become EMPTY.
         """
         own = layout(keys.size)
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), own, own, SCALAR, SCALAR, [plgpu.RefType()] * 2, [SCALAR] * len(index))
-        )
-        def run(_, counters, keys, places, least, end, refs, index):
-            least, end, index = least.registers.item(), end.registers.item(), [i.registers.item() for i in index]
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own, own, SCALAR, [plgpu.RefType()] * 2, [SCALAR] * len(index)))
+        def run(_, counters, keys, places, least, refs, index):
+            least, index = least.registers.item(), [i.registers.item() for i in index]
             keys, places = elements(keys), elements(places)
-            chosen = []
-            for key, place in zip(keys, places, strict=True):
-                above = arith.cmpi(arith.CmpIPredicate.sgt, key, least)
-                equal = arith.cmpi(arith.CmpIPredicate.eq, key, least)
-                chosen.append(arith.ori(above, arith.andi(equal, arith.cmpi(arith.CmpIPredicate.slt, place, end))))
-            own = added(chosen)
+            own = ptx(count(len(keys)), least, *keys, result_types=i32())
             base = arith.addi(shared(counters), c32(OTHERS))
-            scan = "{ .reg .pred p, q; .reg .b32 n, a, w, l, up; mov.b32 n, $2; "
-            for step in (1, 2, 4, 8, 16):
-                scan += f"shfl.sync.up.b32 up|q, n, {step}, 0, -1; @q add.s32 n, n, up; "
-            scan += OWN.format(lane=WARP - 1) + "mad.lo.s32 a, w, 4, $1; @p st.shared.b32 [a], n; sub.s32 $0, n, $2; }"
-            wait_for_all()  # all threads have read what `extremes` stored
-            before = ptx(scan, base, own, result_types=i32(), has_side_effects=True, convergent=True)
+            wait_for_all()  # all threads have read what `extremes` or another `collect` stored
+            before = arith.subi(scanned(base, own, down=False), own)
             wait_for_all()
             code = (
                 "{ .reg .pred p; .reg .b32 n, w, l; "
@@ -274,26 +349,22 @@ class Chunks:
                 + "redux.sync.add.s32 $1, n, -1; mov.u32 w, %tid.x; shr.u32 w, w, 5; mov.u32 l, %laneid; "
                 "setp.ge.u32 p, l, w; @p mov.b32 n, 0; redux.sync.add.s32 $0, n, -1; }"
             )
-            earlier, all_chosen = ptx(code, base, result_types=[i32()] * 2, has_side_effects=True, convergent=True)
-            slot = arith.addi(before, earlier)
-            store = "st.global.b32 [$0], $1;" if index else "st.shared.b32 [$0], $1;"
-            width = ir.MemRefType(refs[0].type).shape[-1]
+            earlier, chosen = ptx(code, base, result_types=[i32()] * 2, has_side_effects=True, convergent=True)
+            slot, last = arith.addi(before, earlier), c32(slots)
+            space, width = ("global" if index else "shared"), ir.MemRefType(refs[0].type).shape[-1]
             if index:
                 row, part = index
-                index, slot = [row], arith.addi(slot, arith.muli(part, c32(slots)))
-                all_chosen = arith.addi(all_chosen, arith.muli(part, c32(slots)))
-                last = arith.muli(arith.addi(part, c32(1)), c32(slots))
-            else:
-                last = c32(slots)
+                index, first = [row], arith.muli(part, c32(slots))
+                slot, chosen, last = (arith.addi(first, x) for x in (slot, chosen, last))
             at = [element(ref, (*index, slot), width) for ref in refs]
-            for flag, key, place in zip(chosen, keys, places, strict=True):
-                ptx(store, at[0], key, predicate=flag)
-                ptx(store, at[1], place, predicate=flag)
-                at = [arith.addi(x, arith.select(flag, mgpu.c(4, x.type), mgpu.c(0, x.type))) for x in at]
+            code, kind = STORE.format(space=space, bits=at[0].type.width), at[0].type
+            for key, place in zip(keys, places, strict=True):
+                at = ptx(code, *at, key, least, place, result_types=[kind] * 2, has_side_effects=True)
+            store = f"st.{space}.b32 [$0], $1;"
             for n in range(-(-slots // self.threads)):
-                slot = arith.addi(all_chosen, arith.addi(thread(), c32(n * self.threads)))
+                slot = arith.addi(chosen, arith.addi(thread(), c32(n * self.threads)))
                 free = arith.cmpi(arith.CmpIPredicate.slt, slot, last)
                 for ref, rest in zip(refs, (EMPTY, 0), strict=True):
                     ptx(store, element(ref, (*index, slot), width), c32(rest), predicate=free)
 
-        run(counters, keys, places, least, end, list(refs), list(index))
+        run(counters, keys, places, least, list(refs), list(index))

@@ -272,7 +272,7 @@ def count_wrong(arrays, counters, threads: int) -> Any:
     wrong = c32(0)
     for own, after in zip(pairs, [*pairs[1:], following], strict=True):
         wrong = arith.addi(wrong, ptx(GREATER, *after, *own, result_types=i32()))
-    return splat(total(counters, c32(0), wrong, warps))
+    return splat(total(counters, wrong, warps))
 
 
 def within_thread(arrays, _) -> Any:
