@@ -107,6 +107,7 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
         state = tuple(map(jnp.int32, (*ALL, k, size)))
         if collects:
             candidates, memory = memory[:2], memory[2:]
+            state = chunks.narrow(counters, bins, keys, state)
             keys, state = search(keys, at, state, most=room)
             chunks.collect(counters, keys, at, state[0], candidates, (), room)
             keys, at = chunks.load_kept(candidates)
@@ -123,7 +124,7 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
             plgpu.inline_mgpu()(lambda _: wait_for_all())()
             topk_sorting.store_sorted(memory, counters, jnp.maximum(low, state[0]), high, outs[0], row, k, slots, of_gpu.warpgroups)
 
-    shape, memory = jax.ShapeDtypeStruct, [COUNTERS, BINS] + [room] * (2 * collects) + [sorted_size] * (3 * last)
+    shape, memory = jax.ShapeDtypeStruct, [COUNTERS, BINS + 1] + [room] * (2 * collects) + [sorted_size] * (3 * last)
     return kernel(
         body,
         interpret=interpret,

@@ -29,7 +29,7 @@ COUNTERS = 4 * MOST_WARPS
 FOUND, OTHERS = 4 * MOST_WARPS, 8 * MOST_WARPS
 """The byte at which the result of a step of the search begins, and that at which those other numbers begin."""
 BINS = MOST_WARPS * WARP * VECTOR
-"""int32 words of shared memory for a histogram: a vector per thread."""
+"""int32 words of shared memory for a histogram: a vector per thread.  Another word is for keys outside its range."""
 ALL = EMPTY + 1, 0x7FFFFFFF - (EMPTY + 1) - (1 << 32)
 """The range of all keys but EMPTY: the lowest, and the distance of the highest from it, which has no sign."""
 LOAD = (
@@ -41,15 +41,18 @@ ZERO = "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }"
 SHIFT = f"{{ .reg .b32 n; clz.b32 n, $1; sub.s32 n, {33 - BINS.bit_length()}, n; max.s32 $0, n, 0; }}"
 """The distance within a range of BINS bins or less, shifted by this, is a bin."""
 IN_RANGE = (
-    "{ .reg .pred p; .reg .b32 n; sub.s32 n, $4, $0; setp.le.u32 p, n, $1; shr.u32 n, n, $2; "
-    "mad.lo.u32 n, n, 4, $3; @p red.shared.add.u32 [n], 1; }"
+    "{ .reg .b32 n; sub.s32 n, $4, $0; min.u32 n, n, $1; shr.u32 n, n, $2; mad.lo.u32 n, n, 4, $3; "
+    "red.shared.add.u32 [n], 1; }"
 )
-"""Counts a key in its bin.  Operands: the lowest key of the range, the distance to its highest, SHIFT, the first bin."""
+"""Counts a key in its bin.  Operands: the lowest key of the range, the size of the range, SHIFT, the first bin, the key.
+
+Keys outside the range are counted in the bin after the last.  That is faster than a branch around the count.
+"""
 EQUAL_IN_RANGE = (
-    "{ .reg .pred p; .reg .b32 n; not.b32 n, $4; sub.s32 n, n, $0; setp.eq.s32 p, $5, $6; setp.le.and.u32 p, n, $1, p; "
-    "shr.u32 n, n, $2; mad.lo.u32 n, n, 4, $3; @p red.shared.add.u32 [n], 1; }"
+    "{ .reg .pred p; .reg .b32 n; not.b32 n, $5; sub.s32 n, n, $0; setp.eq.s32 p, $4, $6; selp.b32 n, n, -1, p; "
+    "min.u32 n, n, $1; shr.u32 n, n, $2; mad.lo.u32 n, n, 4, $3; red.shared.add.u32 [n], 1; }"
 )
-"""Counts the complement of the place of a key that equals a key."""
+"""Counts the complement of the place of a key, if the key equals another one."""
 STORE = (
     "{{ .reg .pred p; .reg .b{bits} a, b; mov.b{bits} a, $2; mov.b{bits} b, $3; setp.ge.s32 p, $4, $5; "
     "@p st.{space}.b32 [a], $4; @p st.{space}.b32 [b], $6; @p add.s{bits} a, a, 4; @p add.s{bits} b, b, 4; "
@@ -250,20 +253,24 @@ class Chunks:
         )
         def run(_, counters, bins, keys, places, key, state):
             key, pairs = key.registers.item(), zip(elements(keys), elements(places), strict=True)
-            return self._narrow(counters, bins, EQUAL_IN_RANGE, [[place, own, key] for own, place in pairs], state)
+            return self._narrow(counters, bins, EQUAL_IN_RANGE, [[*pair, key] for pair in pairs], state)
 
         return tuple(run(counters, bins, keys, places, key, list(state)))
 
     def _narrow(self, counters, bins, code: str, values, state) -> list[Any]:
         low, extent, wanted, _ = (x.registers.item() for x in state)
-        base, first = shared(counters), shared(bins)
+        base, first_bin, size = shared(counters), shared(bins), arith.addi(extent, c32(1))
         shift = ptx(SHIFT, extent, result_types=i32())
         for value in values:
-            ptx(code, low, extent, shift, first, *value, has_side_effects=True)
+            ptx(code, low, size, shift, first_bin, *value, has_side_effects=True)
         wait_for_all()
         address = self._bins(bins)
-        held = ptx("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", address, result_types=[i32()] * 4, has_side_effects=True)
+        held = [*ptx("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", address, result_types=[i32()] * 4, has_side_effects=True)]
         ptx(ZERO, address, has_side_effects=True)
+        first, last = arith.muli(thread(), c32(VECTOR)), arith.shrui(extent, shift)
+        for n in range(VECTOR):
+            inside = arith.cmpi(arith.CmpIPredicate.sle, arith.addi(first, c32(n)), last)
+            held[n] = arith.select(inside, held[n], c32(0))
         own = arith.addi(arith.addi(held[0], held[1]), arith.addi(held[2], held[3]))
         from_own = scanned(base, own, down=True)
         wait_for_all()
@@ -285,8 +292,7 @@ class Chunks:
             enough = arith.cmpi(arith.CmpIPredicate.sge, with_bin, wanted)
             above = arith.select(enough, above, with_bin)
             in_bin, bin_ = arith.select(enough, in_bin, held[n]), arith.select(enough, bin_, c32(n))
-        bin_ = arith.addi(bin_, arith.muli(thread(), c32(VECTOR)))
-        low = arith.addi(low, arith.shli(bin_, shift))
+        low = arith.addi(low, arith.shli(arith.addi(first, bin_), shift))
         code = f"st.shared.v4.b32 [$0 + {FOUND}], {{$1, $2, $3, $3}};"
         ptx(code, base, low, arith.subi(wanted, above), in_bin, predicate=found)
         wait_for_all()
