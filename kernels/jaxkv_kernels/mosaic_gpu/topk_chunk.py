@@ -22,7 +22,7 @@ from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
 LANES, WARP, VECTOR = 128, 32, 4
-EMPTY, NAN = -0x7F800001, 0x7FC00000
+EMPTY, NAN = -0x7F800001, 0x7FFFFFFF
 MOST_WARPS = 16
 COUNTERS = 4 * MOST_WARPS
 """int32 words of shared memory that the threads count with: a count per warp, FOUND, and two other numbers per warp."""
@@ -60,10 +60,10 @@ STORE = (
 )
 """Stores a key and a place, if the key is $5 or more.  Results: the addresses of the next ones."""
 KEY = (
-    "{{ .reg .pred p; .reg .b32 s; .reg .f32 x; add.f32 x, $1, 0f00000000; setp.nan.f32 p, x, x; mov.b32 s, x; "
-    "shr.s32 s, s, 31; and.b32 s, s, 0x7FFFFFFF; xor.b32 s, s, x; selp.b32 $0, {nan}, s, p; }}"
+    "{ .reg .b32 s; .reg .f32 x; add.f32 x, $1, 0f00000000; mov.b32 $0, x; shr.s32 s, $0, 31; "
+    "and.b32 s, s, 0x7FFFFFFF; xor.b32 $0, s, $0; }"
 )
-"""The key of a float32 value.  Adding 0 turns -0 into 0."""
+"""The key of a float32 value.  Adding 0 turns -0 into 0, and every NaN into that whose bits are NAN."""
 _NUMBER: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
 
 
@@ -183,7 +183,7 @@ class Chunks:
                     address = element(ref, (row, own), length)
                     found.append(ptx(code, address, own, result_types=i32(), has_side_effects=True))
             if logits:
-                found = [ptx(KEY.format(nan=NAN), x, result_types=i32()) for x in found]
+                found = [ptx(KEY, x, result_types=i32()) for x in found]
             return array([*batched(found, VECTOR)], layout(size // self.warpgroups))
 
         return run(ref, row, first)
