@@ -122,9 +122,13 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
                 interpreted.store_sorted(memory, outs[0], row, k, slots)
                 return
             plgpu.inline_mgpu()(lambda _: wait_for_all())()
-            topk_sorting.store_sorted(memory, counters, jnp.maximum(low, state[0]), high, outs[0], row, k, slots, of_gpu.warpgroups)
+            low = jnp.maximum(low, state[0])
+            high = jnp.maximum(low, high)
+            topk_sorting.store_sorted(
+                memory, counters, bins, low, high, outs[0], row, k, slots, of_gpu.warpgroups
+            )
 
-    shape, memory = jax.ShapeDtypeStruct, [COUNTERS, BINS + 1] + [room] * (2 * collects) + [sorted_size] * (3 * last)
+    shape, memory = jax.ShapeDtypeStruct, [COUNTERS, BINS + 1] + [room] * (2 * collects) + [sorted_size, sorted_size, 2 * sorted_size] * last
     return kernel(
         body,
         interpret=interpret,

@@ -38,6 +38,7 @@ LOAD = (
 )
 LOAD_ONE = "{{ .reg .pred p; setp.lt.s32 p, $2, {length}; mov.b32 $0, {rest}; @p ld.global.b32 $0, [$1]; }}"
 ZERO = "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }"
+LOAD_BINS = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 SHIFT = f"{{ .reg .b32 n; clz.b32 n, $1; sub.s32 n, {33 - BINS.bit_length()}, n; max.s32 $0, n, 0; }}"
 """The distance within a range of BINS bins or less, shifted by this, is a bin."""
 IN_RANGE = (
@@ -64,7 +65,7 @@ KEY = (
     "and.b32 s, s, 0x7FFFFFFF; xor.b32 $0, s, $0; }"
 )
 """The key of a float32 value.  Adding 0 turns -0 into 0, and every NaN into that whose bits are NAN."""
-_NUMBER: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
+NUMBER: Any = plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR)
 
 
 def layout(size: int) -> Any:
@@ -95,23 +96,17 @@ OWN = "mov.u32 w, %tid.x; shr.u32 w, w, 5; mov.u32 l, %laneid; setp.eq.b32 p, l,
 """The index `w` of the warp, that of the lane, `l`, and whether it is `lane`."""
 
 
-def total(counters, own, warps: int) -> Any:
-    """The sum over the CTA of a number per thread."""
-    base = shared(counters)
-    code = "{ .reg .pred p; .reg .b32 n, a, w, l; redux.sync.add.s32 n, $1, -1; "
-    code += OWN.format(lane=0) + "mad.lo.s32 a, w, 4, $0; @p st.shared.b32 [a], n; }"
-    ptx(code, base, own, has_side_effects=True, convergent=True)
-    wait_for_all()
-    code = "{ .reg .pred p; .reg .b32 n, l; " + of_warps("n", "$1", warps) + "redux.sync.add.s32 $0, n, -1; }"
-    return ptx(code, base, result_types=i32(), has_side_effects=True, convergent=True)
+def of_others(address, warps: int, comparison: str) -> list[Any]:
+    """The sums of the warps' words at `address`: of some warps, and of all.
 
-
-def of_warps(into: str, address: str, warps: int) -> str:
-    """Loads the number of warp n to lane n; 0 in lanes that are no warp's.  Uses the registers `p` and `l`."""
-    return (
-        f"mov.u32 l, %laneid; setp.lt.u32 p, l, {warps}; mov.b32 {into}, 0; mad.lo.s32 l, l, 4, {address}; "
-        f"@p ld.shared.b32 {into}, [l]; "
+    Leaves those out whose index compares with the own one as `comparison` of PTX says.
+    """
+    code = (
+        f"{{ .reg .pred p; .reg .b32 n, w, l, a; mov.u32 l, %laneid; setp.lt.u32 p, l, {warps}; mov.b32 n, 0; "
+        "mad.lo.s32 a, l, 4, $2; @p ld.shared.b32 n, [a]; redux.sync.add.s32 $1, n, -1; mov.u32 w, %tid.x; "
+        f"shr.u32 w, w, 5; setp.{comparison}.u32 p, l, w; @p mov.b32 n, 0; redux.sync.add.s32 $0, n, -1; }}"
     )
+    return ptx(code, address, result_types=[i32()] * 2, has_side_effects=True, convergent=True)
 
 
 def count(keys: int) -> str:
@@ -237,7 +232,7 @@ class Chunks:
         own = layout(keys.size)
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), own, [SCALAR] * 4), return_type=[_NUMBER] * 4
+            arg_types=(plgpu.RefType(), plgpu.RefType(), own, [SCALAR] * 4), return_type=[NUMBER] * 4
         )
         def run(_, counters, bins, keys, state):
             return self._narrow(counters, bins, IN_RANGE, [[key] for key in elements(keys)], state)
@@ -249,7 +244,7 @@ class Chunks:
         own = layout(keys.size)
 
         @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), own, own, SCALAR, [SCALAR] * 4), return_type=[_NUMBER] * 4
+            arg_types=(plgpu.RefType(), plgpu.RefType(), own, own, SCALAR, [SCALAR] * 4), return_type=[NUMBER] * 4
         )
         def run(_, counters, bins, keys, places, key, state):
             key, pairs = key.registers.item(), zip(elements(keys), elements(places), strict=True)
@@ -265,7 +260,7 @@ class Chunks:
             ptx(code, low, size, shift, first_bin, *value, has_side_effects=True)
         wait_for_all()
         address = self._bins(bins)
-        held = [*ptx("ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];", address, result_types=[i32()] * 4, has_side_effects=True)]
+        held = [*ptx(LOAD_BINS, address, result_types=[i32()] * VECTOR, has_side_effects=True)]
         ptx(ZERO, address, has_side_effects=True)
         first, last = arith.muli(thread(), c32(VECTOR)), arith.shrui(extent, shift)
         for n in range(VECTOR):
@@ -274,13 +269,7 @@ class Chunks:
         own = arith.addi(arith.addi(held[0], held[1]), arith.addi(held[2], held[3]))
         from_own = scanned(base, own, down=True)
         wait_for_all()
-        code = (
-            "{ .reg .pred p; .reg .b32 n, w, l; "
-            + of_warps("n", "$1", self._warps)
-            + "mov.u32 w, %tid.x; shr.u32 w, w, 5; mov.u32 l, %laneid; setp.le.u32 p, l, w; @p mov.b32 n, 0; "
-            "redux.sync.add.s32 $0, n, -1; }"
-        )
-        from_own = arith.addi(from_own, ptx(code, base, result_types=i32(), has_side_effects=True, convergent=True))
+        from_own = arith.addi(from_own, of_others(base, self._warps, "le")[0])
         above = arith.subi(from_own, own)
         # The thread whose bins have the last key that is wanted, or else the first thread.
         enough = arith.cmpi(arith.CmpIPredicate.sge, from_own, wanted)
@@ -308,7 +297,7 @@ class Chunks:
     def extremes(self, counters, keys) -> Any:
         """The smallest key other than EMPTY, and the largest key.  If all are EMPTY, the former is arbitrary."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout(keys.size)), return_type=[_NUMBER] * 2)
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout(keys.size)), return_type=[NUMBER] * 2)
         def run(_, counters, keys):
             least = c32(EMPTY + 1)
             low, high = c32(-1), c32(EMPTY)
@@ -349,13 +338,7 @@ class Chunks:
             wait_for_all()  # all threads have read what `extremes` or another `collect` stored
             before = arith.subi(scanned(base, own, down=False), own)
             wait_for_all()
-            code = (
-                "{ .reg .pred p; .reg .b32 n, w, l; "
-                + of_warps("n", "$2", self._warps)
-                + "redux.sync.add.s32 $1, n, -1; mov.u32 w, %tid.x; shr.u32 w, w, 5; mov.u32 l, %laneid; "
-                "setp.ge.u32 p, l, w; @p mov.b32 n, 0; redux.sync.add.s32 $0, n, -1; }"
-            )
-            earlier, chosen = ptx(code, base, result_types=[i32()] * 2, has_side_effects=True, convergent=True)
+            earlier, chosen = of_others(base, self._warps, "ge")
             slot, last = arith.addi(before, earlier), c32(slots)
             space, width = ("global" if index else "shared"), ir.MemRefType(refs[0].type).shape[-1]
             if index:

@@ -1,11 +1,11 @@
 """Sorts the chosen keys of a row, largest first, equal keys by place.
 
-A bitonic network.  Thread t has elements t * n to t * n + n - 1 in registers: short distances are between registers of
-a thread, longer ones between lanes (shuffles), the longest between warps (shared memory).
+A histogram of the range of the chosen keys gives the position at which each bin begins.  The keys are then grouped by
+bins in shared memory, and each key is compared with those of its bin.
 
-It first sorts words of 32 bits: the leading bits of a key's distance from the smallest key, and the key's slot.  Then
-it looks up keys and places, and exchanges neighbours that are in the wrong order.  If more than a few keys have equal
-leading bits, that does not suffice, and it sorts pairs of 64 bits: keys and the complements of places.
+Where more keys than CROWDED share a bin, for example equal keys, a bitonic network sorts pairs of 64 bits instead: keys
+and the complements of places.  Thread t has elements t * n to t * n + n - 1 in registers: short distances are between
+registers of a thread, longer ones between lanes (shuffles), the longest between warps (shared memory).
 """
 
 from collections.abc import Callable
@@ -23,45 +23,48 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.topk_chunk import (
     EMPTY,
     LANES,
-    OTHERS,
+    LOAD_BINS,
+    NUMBER,
+    SHIFT,
+    VECTOR,
     WARP,
+    of_others,
+    scanned,
     shared,
     thread,
-    total,
     wait_for_all,
 )
 
 LANE_BITS = 5
-# Two elements: the larger first, or the smaller first if the last operand is not 0.
-EXCHANGE = {
-    1: (
-        "{ .reg .pred q; .reg .b32 x, y; max.u32 x, $2, $3; min.u32 y, $2, $3; setp.ne.b32 q, $4, 0; "
-        "selp.b32 $0, y, x, q; selp.b32 $1, x, y, q; }"
-    ),
-    2: (
-        "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 x<4>; mov.b64 a, {$5, $4}; mov.b64 b, {$7, $6}; "
-        "setp.gt.s64 p, b, a; setp.ne.b32 q, $8, 0; xor.pred p, p, q; "
-        "selp.b32 x0, $6, $4, p; selp.b32 x1, $7, $5, p; selp.b32 x2, $4, $6, p; selp.b32 x3, $5, $7, p; "
-        "mov.b32 $0, x0; mov.b32 $1, x1; mov.b32 $2, x2; mov.b32 $3, x3; }"
-    ),
-}
-# The larger of two elements; the smaller if the last operand is not 0.
-TAKE = {
-    1: (
-        "{ .reg .pred q; .reg .b32 x, y; max.u32 x, $1, $2; min.u32 y, $1, $2; setp.ne.b32 q, $3, 0; "
-        "selp.b32 $0, y, x, q; }"
-    ),
-    2: (
-        "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 x; mov.b64 a, {$3, $2}; mov.b64 b, {$5, $4}; "
-        "setp.gt.s64 p, b, a; setp.ne.b32 q, $6, 0; xor.pred p, p, q; "
-        "selp.b32 x, $4, $2, p; selp.b32 $1, $5, $3, p; mov.b32 $0, x; }"
-    ),
-}
-GREATER = (
-    "{ .reg .pred p; .reg .b64 a, b; mov.b64 a, {$2, $1}; mov.b64 b, {$4, $3}; setp.gt.s64 p, a, b; "
-    "selp.b32 $0, 1, 0, p; }"
+CROWDED = 64
+"""So many comparisons per key take about half the time of the network."""
+IN_BIN = (
+    "{ .reg .b32 n; sub.s32 n, $3, $2; min.u32 n, n, $4; shr.u32 n, n, $5; mad.lo.u32 $0, n, 4, $6; "
+    "atom.shared.add.u32 $1, [$0], 1; }"
 )
-"""Whether the first pair is the larger one."""
+"""Counts a key in its bin; bin 0 has the largest keys.  Results: the address of the bin, and the count before.
+
+Operands: the key, the highest key, the size of the range, SHIFT, the first bin.  EMPTY is in the bin after the last.
+"""
+LARGER_IN_BIN = (
+    "{ .reg .pred p; .reg .b32 a, n, m, c; .reg .b64 x, y; mov.b64 x, {$2, $1}; mov.b32 a, $3; mov.b32 c, 0; "
+    "LOOP: ld.shared.v2.b32 {n, m}, [a]; mov.b64 y, {n, m}; setp.gt.s64 p, y, x; @p add.s32 c, c, 1; "
+    "add.s32 a, a, 8; setp.lt.u32 p, a, $4; @p bra LOOP; mov.b32 $0, c; }"
+)
+"""How many pairs of shared memory from address $3 to $4 are larger than the pair of a key and a complement of a place."""
+EXCHANGE = (
+    "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 x<4>; mov.b64 a, {$5, $4}; mov.b64 b, {$7, $6}; "
+    "setp.gt.s64 p, b, a; setp.ne.b32 q, $8, 0; xor.pred p, p, q; "
+    "selp.b32 x0, $6, $4, p; selp.b32 x1, $7, $5, p; selp.b32 x2, $4, $6, p; selp.b32 x3, $5, $7, p; "
+    "mov.b32 $0, x0; mov.b32 $1, x1; mov.b32 $2, x2; mov.b32 $3, x3; }"
+)
+"""Two pairs: the larger first, or the smaller first if the last operand is not 0."""
+TAKE = (
+    "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 x; mov.b64 a, {$3, $2}; mov.b64 b, {$5, $4}; "
+    "setp.gt.s64 p, b, a; setp.ne.b32 q, $6, 0; xor.pred p, p, q; "
+    "selp.b32 x, $4, $2, p; selp.b32 $1, $5, $3, p; mov.b32 $0, x; }"
+)
+"""The larger of two pairs; the smaller if the last operand is not 0."""
 SHUFFLE = "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;"
 LOAD = "ld.shared.b32 $0, [$1 + {}];"
 
@@ -71,32 +74,47 @@ def layout(size: int) -> Any:
     return plgpu.Layout.WG_STRIDED((size,), 1)
 
 
-def store_sorted(refs, counters, low, high, out_ref, row, k: int, tables: BlockTables | None, warpgroups: int) -> None:
+def store_sorted(
+    refs, counters, bins, low, high, out_ref, row, k: int, tables: BlockTables | None, warpgroups: int
+) -> None:
     """Sorts keys and places in shared memory, and stores the places of the first `k` to a row; -1 for EMPTY.
 
     With `tables`, stores the slots of the places.
 
-    `refs` are the keys, the places and memory for the words.  Their size is a power of two, at least the threads of the
-    CTA.  Keys that are not EMPTY are from `low` to `high`.
+    `refs` are the keys, the places and memory for pairs of these.  The number of keys is a power of two, at least the
+    threads of the CTA.  Keys that are not EMPTY are from `low` to `high`, and are before all others.  `bins` are 0.
     """
-    network = Network(refs, warpgroups)
-    words = network.sort(network.load_words(low, high))
-    pairs = network.step(look_up, 2, words, (), refs[:2])
-    wrong = network.count_wrong(pairs, counters)
-    pairs = lax.cond(wrong > 0, lambda: network.sort(network.load()), lambda: pairs)
-
+    network = Network(refs[:2], warpgroups)
+    *elements, crowded = network.count(counters, bins, low, high)
     table_refs = [] if tables is None else [tables.array]
 
-    @plgpu.inline_mgpu(arg_types=([network.layout] * 2, plgpu.RefType(), [plgpu.RefType()] * len(table_refs), SCALAR))
-    def run(_, arrays, ref, table_refs, row):
-        own = None if tables is None else tables._replace(array=table_refs[0])
-        store(arrays, ref, row.registers.item(), k, own)
+    def store_all(how, arrays, refs=()):
+        """Stores what `how` finds: pairs and their positions."""
 
-    run(list(pairs), out_ref, table_refs, row)
+        @plgpu.inline_mgpu(
+            arg_types=(
+                [network.layout] * len(arrays),
+                [plgpu.RefType()] * len(refs),
+                plgpu.RefType(),
+                [plgpu.RefType()] * len(table_refs),
+                SCALAR,
+            )
+        )
+        def run(_, arrays, refs, ref, table_refs, row):
+            own = None if tables is None else tables._replace(array=table_refs[0])
+            store(how(arrays, refs), ref, row.registers.item(), k, own)
+
+        run(list(arrays), list(refs), out_ref, table_refs, row)
+
+    lax.cond(
+        crowded > 0,
+        lambda: store_all(in_order, network.sort(network.load())),
+        lambda: store_all(network.ranked, elements, refs),
+    )
 
 
 class Network:
-    """Sorts arrays in the registers of a CTA: one of unsigned numbers, or two of keys and complemented places."""
+    """Sorts arrays in the registers of a CTA: keys and complements of places."""
 
     def __init__(self, refs, warpgroups: int):
         self._refs = refs
@@ -121,27 +139,82 @@ class Network:
 
     def load(self) -> tuple[Any, ...]:
         """Keys and complements of places."""
-        return self.step(self._load, 2, (), (), self._refs[:2])
+        return self.step(self._load, 2, (), (), self._refs)
 
-    def load_words(self, low, high) -> tuple[Any, ...]:
-        """A word per key."""
-        return self.step(self._load_words, 1, (), (low, high), self._refs[:1])
+    def count(self, counters, bins, low, high) -> list[Any]:
+        """Makes `bins` the positions at which the bins begin.
 
-    def count_wrong(self, pairs, counters):
-        """The number of pairs of neighbours that are in the wrong order."""
+        Returns keys, places, the addresses of their bins, and how many keys of the bin were counted before, and 1 if a
+        bin is crowded, or else 0.
+        """
+        shape = plgpu.ShapeDtypeStruct((self._of_warpgroup,), jnp.dtype(jnp.int32), layout=self.layout)
 
         @plgpu.inline_mgpu(
-            arg_types=([self.layout] * 2, plgpu.RefType()),
-            return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR),
+            arg_types=([plgpu.RefType()] * 2, plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR),
+            return_type=[shape] * 4 + [NUMBER],
         )
-        def run(_, arrays, counters):
-            return count_wrong(arrays, counters, self._threads)
+        def run(_, refs, counters, bins, low, high):
+            low, high = low.registers.item(), high.registers.item()
+            keys, places = (self._load_all(ref, thread()) for ref in refs)
+            base, first_bin, extent = shared(counters), shared(bins), arith.subi(high, low)
+            shift, size = ptx(SHIFT, extent, result_types=i32()), arith.addi(extent, c32(1))
+            counted = [
+                ptx(IN_BIN, key, high, size, shift, first_bin, result_types=[i32()] * 2, has_side_effects=True)
+                for key in keys
+            ]
+            wait_for_all()
+            first, last = arith.muli(thread(), c32(VECTOR)), arith.shrui(extent, shift)
+            address = arith.addi(first_bin, arith.muli(first, c32(4)))
+            held = ptx(LOAD_BINS, address, result_types=[i32()] * VECTOR, has_side_effects=True)
+            crowded: Any = c32(0)
+            for n, own in enumerate(held):
+                inside = arith.cmpi(arith.CmpIPredicate.sle, arith.addi(first, c32(n)), last)
+                crowded = arith.maxsi(crowded, arith.select(inside, own, c32(0)))
+            own = arith.addi(arith.addi(held[0], held[1]), arith.addi(held[2], held[3]))
+            start = arith.subi(scanned(base, own, down=False), own)
+            code = f"{{ .reg .pred p; setp.gt.s32 p, $1, {CROWDED}; bar.red.or.pred p, 0, p; selp.b32 $0, 1, 0, p; }}"
+            crowded = ptx(code, crowded, result_types=i32(), has_side_effects=True, convergent=True)
+            start = arith.addi(start, of_others(base, self._threads // WARP, "ge")[0])
+            starts = [start]
+            for number in held:
+                starts.append(arith.addi(starts[-1], number))
+            ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *starts[:VECTOR], has_side_effects=True)
+            last_thread = arith.cmpi(arith.CmpIPredicate.eq, thread(), c32(self._threads - 1))
+            ptx(f"st.shared.b32 [$0 + {4 * VECTOR}], $1;", address, starts[VECTOR], predicate=last_thread)
+            wait_for_all()
+            pairs = zip(keys, places, counted, strict=True)
+            return [*_arrays([(key, place, *others) for key, place, others in pairs]), splat(crowded)]
 
-        return run(list(pairs), counters)
+        return run(list(self._refs), counters, bins, low, high)
+
+    def ranked(self, arrays, refs) -> Any:
+        """The pairs of `count`, sorted, and their positions.  Thread t has every T-th pair from t on."""
+        *sorted_refs, grouped = refs
+        first, found = shared(grouped), []
+        for n, (key, place, bin_, before) in enumerate(_elements(arrays)):
+            full = arith.cmpi(arith.CmpIPredicate.ne, key, c32(EMPTY))
+            start, end = (
+                ptx(LOAD.format(4 * n), bin_, result_types=i32(), has_side_effects=True) for n in range(2)
+            )
+            found.append((key, arith.xori(place, c32(-1)), start, arith.select(full, end, start)))
+            address = arith.addi(first, arith.muli(arith.addi(start, before), c32(8)))
+            ptx("st.shared.v2.b32 [$0], {$1, $2};", address, found[-1][1], key, predicate=full)
+        wait_for_all()
+        for n, (key, place, start, end) in enumerate(found):
+            addresses = (arith.addi(first, arith.muli(x, c32(8))) for x in (start, end))
+            larger = ptx(LARGER_IN_BIN, key, place, *addresses, result_types=i32(), has_side_effects=True)
+            empty = arith.cmpi(arith.CmpIPredicate.eq, key, c32(EMPTY))
+            own = arith.addi(thread(), c32(n * self._threads))
+            rank = arith.select(empty, own, arith.addi(start, larger))
+            for ref, x in zip(sorted_refs, (key, place), strict=True):
+                ptx("st.shared.b32 [$0], $1;", element(ref, (rank,), self.size), x, has_side_effects=True)
+        wait_for_all()
+        pairs = zip(*(self._load_all(ref, thread()) for ref in sorted_refs), strict=True)
+        return [(arith.addi(thread(), c32(n * self._threads)), *pair) for n, pair in enumerate(pairs)]
 
     def sort(self, arrays) -> tuple[Any, ...]:
         """The arrays, sorted, largest first."""
-        arrays = self.step(within_thread, len(arrays), arrays)
+        arrays = self.step(within_thread, 2, arrays)
         return lax.fori_loop(self._own_bits + 1, self.size.bit_length(), self._merge, arrays)
 
     def _merge(self, stage, arrays):
@@ -150,39 +223,20 @@ class Network:
         warp_steps = jnp.maximum(stage - LANE_BITS, 0)
 
         def by_warps(i, arrays):
-            refs = self._refs[2:] if len(arrays) == 1 else self._refs[:2]
-            return self.step(self._between_warps, len(arrays), arrays, (stage, stage - 1 - i), refs)
+            return self.step(self._between_warps, 2, arrays, (stage, stage - 1 - i), self._refs)
 
         def by_lanes(i, arrays):
-            return self.step(between_lanes, len(arrays), arrays, (stage, stage - warp_steps - 1 - i))
+            return self.step(between_lanes, 2, arrays, (stage, stage - warp_steps - 1 - i))
 
         arrays = lax.fori_loop(0, warp_steps, by_warps, arrays)
         arrays = lax.fori_loop(0, stage - warp_steps, by_lanes, arrays)
-        return self.step(between_registers, len(arrays), arrays, (stage,))
+        return self.step(between_registers, 2, arrays, (stage,))
 
     def _load(self, _, refs) -> Any:
         """Loads keys and complements of places.  The order does not matter yet: a warp loads consecutive elements."""
         keys, places = (self._load_all(ref, thread()) for ref in refs)
         wait_for_all()
         return _arrays([(key, arith.xori(place, c32(-1))) for key, place in zip(keys, places, strict=True)])
-
-    def _load_words(self, _, refs, low, high) -> Any:
-        """The leading bits of every key's distance from `low`, plus 1, and in the low bits its slot; 0 for EMPTY."""
-        size = refs[0].type.shape[0]
-        bits = size.bit_length() - 1
-        code = (
-            "{ .reg .pred p; .reg .b32 n, m; sub.s32 n, $2, $1; clz.b32 m, n; "
-            f"sub.s32 m, {bits}, m; max.s32 m, m, 0; shr.u32 n, n, m; add.s32 n, n, 1; shr.u32 n, n, {32 - bits}; "
-            "add.s32 $0, m, n; }"
-        )
-        shift = ptx(code, low, high, result_types=i32())
-        found = []
-        for n, key in enumerate(self._load_all(refs[0], thread())):
-            prefix = arith.addi(arith.shrui(arith.subi(key, low), shift), c32(1))
-            prefix = arith.select(arith.cmpi(arith.CmpIPredicate.eq, key, c32(EMPTY)), c32(0), prefix)
-            slot = arith.addi(thread(), c32(n * self._threads))
-            found.append((arith.ori(arith.shli(prefix, c32(bits)), slot),))
-        return _arrays(found)
 
     def _between_warps(self, arrays, refs, stage, distance) -> Any:
         """Exchanges with the thread whose index differs in bit `distance`, through shared memory."""
@@ -210,69 +264,6 @@ class Network:
 
 
 # What each thread does in the steps of the network.
-
-
-def look_up(arrays, refs) -> Any:
-    """The keys and complements of places of sorted words, with neighbours that are in the wrong order exchanged."""
-    size = refs[0].type.shape[0]
-    pairs: list[Any] = []
-    for (word,) in _elements(arrays):
-        slot = arith.andi(word, c32(size - 1))
-        key, place = (
-            ptx(LOAD.format(0), element(ref, (slot,), size), result_types=i32(), has_side_effects=True) for ref in refs
-        )
-        pairs.append((key, arith.xori(place, c32(-1))))
-    for first in (0, 1, 0):
-        for low in range(first, len(pairs) - 1, 2):
-            four = ptx(EXCHANGE[2], *pairs[low], *pairs[low + 1], c32(0), result_types=[i32()] * 4)
-            pairs[low], pairs[low + 1] = four[:2], four[2:]
-        if first:
-            _exchange_with_neighbours(pairs)
-    return _arrays(pairs)
-
-
-def _exchange_with_neighbours(pairs) -> None:
-    """Exchanges the last element of a lane and the first of the next if they are in the wrong order."""
-    following = [_shuffle("down", x, rest) for x, rest in zip(pairs[0], (-(2**31), 0), strict=True)]
-    before = [_shuffle("up", x, rest) for x, rest in zip(pairs[-1], (2**31 - 1, -1), strict=True)]
-    if len(pairs) == 1:
-        return
-    pairs[-1] = ptx(TAKE[2], *pairs[-1], *following, c32(0), result_types=[i32()] * 2)
-    pairs[0] = ptx(TAKE[2], *pairs[0], *before, c32(1), result_types=[i32()] * 2)
-
-
-def _shuffle(way: str, x, rest: int) -> Any:
-    """The next (`down`) or previous (`up`) lane's value; `rest` if there is none."""
-    end = 31 if way == "down" else 0
-    code = f"{{ .reg .pred p; .reg .b32 n; shfl.sync.{way}.b32 n|p, $1, 1, {end}, -1; selp.b32 $0, n, {rest}, p; }}"
-    return ptx(code, x, result_types=i32(), has_side_effects=True, convergent=True)
-
-
-def count_wrong(arrays, counters, threads: int) -> Any:
-    """The number of pairs of neighbours that are in the wrong order."""
-    pairs = _elements(arrays)
-    warps = threads // WARP
-    base = arith.addi(shared(counters), c32(OTHERS))
-    code = (
-        "{ .reg .pred p; .reg .b32 a, w; mov.u32 w, %tid.x; shr.u32 w, w, 5; mad.lo.s32 a, w, 8, $0; "
-        "mov.u32 w, %laneid; setp.eq.b32 p, w, 0; @p st.shared.v2.b32 [a], {$1, $2}; }"
-    )
-    ptx(code, base, *pairs[0], has_side_effects=True)
-    wait_for_all()
-    # The last lane compares with the next warp's first element, the last of all with nothing.
-    code = (
-        f"{{ .reg .pred p, q; .reg .b32 a, w, n, m; mov.u32 w, %tid.x; setp.eq.b32 q, w, {threads - 1}; "
-        f"shr.u32 w, w, 5; add.s32 w, w, 1; and.b32 w, w, {warps - 1}; mad.lo.s32 a, w, 8, $2; "
-        "ld.shared.v2.b32 {n, m}, [a]; "
-        "mov.u32 w, %laneid; setp.eq.b32 p, w, 31; selp.b32 n, n, $3, p; selp.b32 m, m, $4, p; "
-        "selp.b32 $0, 0x80000000, n, q; selp.b32 $1, 0, m, q; }"
-    )
-    inside = [_shuffle("down", x, 0) for x in pairs[0]]
-    following = ptx(code, base, *inside, result_types=[i32()] * 2, has_side_effects=True)
-    wrong = c32(0)
-    for own, after in zip(pairs, [*pairs[1:], following], strict=True):
-        wrong = arith.addi(wrong, ptx(GREATER, *after, *own, result_types=i32()))
-    return splat(total(counters, wrong, warps))
 
 
 def within_thread(arrays, _) -> Any:
@@ -303,18 +294,22 @@ def between_lanes(arrays, _, stage, distance) -> Any:
     return _arrays(found)
 
 
-def store(arrays, ref, row, k: int, tables: BlockTables | None) -> None:
-    """Stores the places of the first k elements, or their slots."""
+def in_order(arrays, _) -> Any:
+    """The pairs that the network has sorted, and their positions."""
     pairs = _elements(arrays)
     first = arith.muli(thread(), c32(len(pairs)))
-    start = element(ref, (row, first), k)
-    for n, (key, place) in enumerate(pairs):
+    return [(arith.addi(first, c32(n)), *pair) for n, pair in enumerate(pairs)]
+
+
+def store(found, ref, row, k: int, tables: BlockTables | None) -> None:
+    """Stores the places of the first k pairs, or their slots, at the positions of the pairs."""
+    for position, key, place in found:
         empty = arith.cmpi(arith.CmpIPredicate.eq, key, c32(EMPTY))
         place = arith.select(empty, c32(-1), arith.xori(place, c32(-1)))
         if tables is not None:
             place = slot_of(tables, row, place)
-        inside = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(first, c32(n)), c32(k))
-        ptx(f"st.global.b32 [$0 + {4 * n}], $1;", start, place, predicate=inside)
+        inside = arith.cmpi(arith.CmpIPredicate.slt, position, c32(k))
+        ptx("st.global.b32 [$0], $1;", element(ref, (row, position), k), place, predicate=inside)
 
 
 def _registers(elements: list[Any], stage: int, bits: int, direction) -> None:
@@ -328,15 +323,12 @@ def _registers(elements: list[Any], stage: int, bits: int, direction) -> None:
             if high == low:
                 continue
             smaller = direction if stage >= bits else c32(low >> stage & 1)
-            width = len(elements[low])
-            code = EXCHANGE[width]
-            found = ptx(code, *elements[low], *elements[high], smaller, result_types=[i32()] * (2 * width))
-            elements[low], elements[high] = found[:width], found[width:]
+            found = ptx(EXCHANGE, *elements[low], *elements[high], smaller, result_types=[i32()] * 4)
+            elements[low], elements[high] = found[:2], found[2:]
 
 
 def _taken(own, other, smaller) -> Any:
-    width = len(own)
-    return ptx(TAKE[width], *own, *other, smaller, result_types=[i32()] * width)
+    return ptx(TAKE, *own, *other, smaller, result_types=[i32()] * 2)
 
 
 def _bit(x, n) -> Any:
