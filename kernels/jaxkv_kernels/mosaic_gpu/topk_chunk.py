@@ -45,7 +45,7 @@ IN_RANGE = (
     "{ .reg .b32 n; sub.s32 n, $4, $0; min.u32 n, n, $1; shr.u32 n, n, $2; mad.lo.u32 n, n, 4, $3; "
     "red.shared.add.u32 [n], 1; }"
 )
-"""Counts a key in its bin.  Operands: the lowest key of the range, the size of the range, SHIFT, the first bin, the key.
+"""Counts a key in its bin.  Operands: the lowest key of the range, the first distance after it, SHIFT, the first bin, the key.
 
 Keys outside the range are counted in the bin after the last.  That is faster than a branch around the count.
 """
@@ -117,6 +117,13 @@ def count(keys: int) -> str:
     for i in range(keys):
         code += f"setp.ge.s32 p, ${i + 2}, $1; @p add.f32 n{i % 4}, n{i % 4}, 0f3F800000; "
     return code + "add.f32 n0, n0, n1; add.f32 n2, n2, n3; add.f32 n0, n0, n2; cvt.rzi.s32.f32 $0, n0; }"
+
+
+def divided(extent) -> tuple[Any, Any, Any]:
+    """How distances up to `extent` are divided into bins: SHIFT, the last bin, and the first distance after it."""
+    shift = ptx(SHIFT, extent, result_types=i32())
+    last = arith.shrui(extent, shift)
+    return shift, last, arith.shli(arith.addi(last, c32(1)), shift)
 
 
 def scanned(address, own, *, down: bool) -> Any:
@@ -254,15 +261,14 @@ class Chunks:
 
     def _narrow(self, counters, bins, code: str, values, state) -> list[Any]:
         low, extent, wanted, _ = (x.registers.item() for x in state)
-        base, first_bin, size = shared(counters), shared(bins), arith.addi(extent, c32(1))
-        shift = ptx(SHIFT, extent, result_types=i32())
+        base, first_bin, (shift, last, outside) = shared(counters), shared(bins), divided(extent)
         for value in values:
-            ptx(code, low, size, shift, first_bin, *value, has_side_effects=True)
+            ptx(code, low, outside, shift, first_bin, *value, has_side_effects=True)
         wait_for_all()
         address = self._bins(bins)
         held = [*ptx(LOAD_BINS, address, result_types=[i32()] * VECTOR, has_side_effects=True)]
         ptx(ZERO, address, has_side_effects=True)
-        first, last = arith.muli(thread(), c32(VECTOR)), arith.shrui(extent, shift)
+        first = arith.muli(thread(), c32(VECTOR))
         for n in range(VECTOR):
             inside = arith.cmpi(arith.CmpIPredicate.sle, arith.addi(first, c32(n)), last)
             held[n] = arith.select(inside, held[n], c32(0))

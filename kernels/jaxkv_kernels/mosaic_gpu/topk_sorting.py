@@ -25,9 +25,9 @@ from jaxkv_kernels.mosaic_gpu.topk_chunk import (
     LANES,
     LOAD_BINS,
     NUMBER,
-    SHIFT,
     VECTOR,
     WARP,
+    divided,
     of_others,
     scanned,
     shared,
@@ -38,13 +38,26 @@ from jaxkv_kernels.mosaic_gpu.topk_chunk import (
 LANE_BITS = 5
 CROWDED = 64
 """So many comparisons per key take about half the time of the network."""
-IN_BIN = (
-    "{ .reg .b32 n; sub.s32 n, $3, $2; min.u32 n, n, $4; shr.u32 n, n, $5; mad.lo.u32 $0, n, 4, $6; "
-    "atom.shared.add.u32 $1, [$0], 1; }"
+VALUE = "{ .reg .b32 s; shr.s32 s, $1, 31; and.b32 s, s, 0x7FFFFFFF; xor.b32 $0, s, $1; }"
+"""The bits of the float32 value of a key."""
+OFFSET = (
+    "{ .reg .f32 x, y; mov.b32 x, $1; mov.b32 y, $2; sub.rn.f32 x, x, y; mul.rn.f32 x, x, 0f3B800000; mov.b32 $0, x; }"
 )
+"""2**-8 times the difference of two values."""
+DISTANCE = (
+    "{ .reg .f32 x, y; mov.b32 x, $1; mov.b32 y, $2; sub.rn.f32 x, x, y; mov.b32 y, $3; add.rn.f32 x, x, y; "
+    "mov.b32 $0, x; }"
+)
+"""The bits of the distance of a value from the lowest value, plus an offset.  They are in the order of the values."""
+IN_BIN = (
+    "{ .reg .pred p; .reg .b32 n; setp.eq.s32 p, $2, %EMPTY; sub.s32 n, $4, $3; selp.b32 n, -1, n, p; "
+    "min.u32 n, n, $5; shr.u32 n, n, $6; mad.lo.u32 $0, n, 4, $7; atom.shared.add.u32 $1, [$0], 1; }"
+).replace("%EMPTY", str(EMPTY))
 """Counts a key in its bin; bin 0 has the largest keys.  Results: the address of the bin, and the count before.
 
-Operands: the key, the highest key, the size of the range, SHIFT, the first bin.  EMPTY is in the bin after the last.
+Operands: the key, its DISTANCE, that of the highest key, the first distance after the range, SHIFT, the first
+bin.  EMPTY is in the
+bin after the last.
 """
 LARGER_IN_BIN = (
     "{ .reg .pred p; .reg .b32 a, n, m, c; .reg .b64 x, y; mov.b64 x, {$2, $1}; mov.b32 a, $3; mov.b32 c, 0; "
@@ -156,14 +169,21 @@ class Network:
         def run(_, refs, counters, bins, low, high):
             low, high = low.registers.item(), high.registers.item()
             keys, places = (self._load_all(ref, thread()) for ref in refs)
-            base, first_bin, extent = shared(counters), shared(bins), arith.subi(high, low)
-            shift, size = ptx(SHIFT, extent, result_types=i32()), arith.addi(extent, c32(1))
-            counted = [
-                ptx(IN_BIN, key, high, size, shift, first_bin, result_types=[i32()] * 2, has_side_effects=True)
-                for key in keys
-            ]
+            base, first_bin = shared(counters), shared(bins)
+            # Bins have a relative width, of the distance from the lowest value: most values are near it.  The offset
+            # bounds the number of powers of two.
+            low, high, *values = (ptx(VALUE, key, result_types=i32()) for key in (low, high, *keys))
+            offset = ptx(OFFSET, high, low, result_types=i32())
+            low, high, *distances = (
+                ptx(DISTANCE, value, low, offset, result_types=i32()) for value in (low, high, *values)
+            )
+            shift, last, outside = divided(arith.subi(high, low))
+            counted = []
+            for key, distance in zip(keys, distances, strict=True):
+                operands = key, distance, high, outside, shift, first_bin
+                counted.append(ptx(IN_BIN, *operands, result_types=[i32()] * 2, has_side_effects=True))
             wait_for_all()
-            first, last = arith.muli(thread(), c32(VECTOR)), arith.shrui(extent, shift)
+            first = arith.muli(thread(), c32(VECTOR))
             address = arith.addi(first_bin, arith.muli(first, c32(4)))
             held = ptx(LOAD_BINS, address, result_types=[i32()] * VECTOR, has_side_effects=True)
             crowded: Any = c32(0)
