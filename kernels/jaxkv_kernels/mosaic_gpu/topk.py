@@ -1,21 +1,25 @@
 """The positions of the k largest logits of each row.
 
-A CTA of up to four warpgroups has up to 32,768 logits of a row in registers.  It searches for the k-th largest, and
-keeps the k largest in any order.  Further launches select from what the chunks of a row have kept, until that fits in a
-single chunk.  The last launch sorts its k largest, and looks up their slots.  Timeline of a CTA:
+A CTA of four warpgroups has up to 32,768 logits of a row in registers.  It searches for the k-th largest, and keeps the
+k largest in any order.  Further launches select from what the chunks of a row have kept, until that fits in a single
+chunk.  The last launch sorts its k largest, and looks up their slots.  Timeline of a CTA:
 
-    load | count the logits at or above a guess, until there are k | collect | sort, or store what is kept
+    load, first histogram | collect candidates | load them | histograms | collect | sort, or store what is kept
 
-The search narrows a range: at least k logits reach its lower end, and fewer reach its upper end.  A guess interpolates
-within the range by these two counts.  Every third guess is instead the middle of the range of bits, which bounds the
-number of guesses.  If more logits than needed equal the k-th largest, the search goes on over their positions.
+A histogram counts the keys of a range in 2,048 bins of shared memory.  The bin that has the k-th largest key becomes
+the next range, so that three histograms suffice.  The search ends earlier if a bin has no more keys than are still
+needed.  If more logits than needed equal the k-th largest, it goes on over their positions.
 
-What bounds it: the latency of about ten counts (100 instructions per thread each) and, for k = 2048, of the 66 steps of
-the sorting network.
-Barriers.  One of the CTA, after each count and in the sort.
-Budget.  Registers: 64 logits per thread or, in later launches, 32 and as many positions.  Shared memory of the last
-launch: 12 bytes per logit, for k logits rounded up to a power of two: the logit's key, its position, and a word to sort
-by.
+The first histogram covers all float32 numbers, and has four bins per power of two.  Keys are counted as they arrive.
+Usually, few keys are in the bin of the k-th largest.  These and the larger ones, the candidates, go through shared
+memory to a few registers of each thread, so that the further steps are short.
+
+What bounds it, for 32,768 logits: the instructions of the first histogram, 7 per logit, and of collecting candidates, 8
+per logit.  Then the latency of 20 barriers, and of what the threads do between them.
+Barriers.  One of the CTA: three per histogram, two per collection, and in the sort.
+Budget.  Registers: 64 logits per thread or, in later launches, 32 and as many positions.  Shared memory: 8 KiB of bins.
+With S for k rounded up to a power of two, at least 512: 16 S bytes, at least 16 KiB, for candidates, unless the chunk
+is as small; in the last launch 16 S bytes to sort, for keys, positions, and pairs of these.
 """
 
 from collections.abc import Iterator
@@ -82,6 +86,7 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
     last = count == 1
     looks_up = last and tables is not None
     sorted_size = max(of_gpu.threads, 1 << (k - 1).bit_length())
+    # Candidates: the k largest, and the others in the bin of the k-th largest.
     room = max(of_gpu.unit, 2 * sorted_size)
     collects = size > room
 
@@ -106,6 +111,7 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
         search = partial(_search, chunks, counters, bins, k=k, end=end)
         state = tuple(map(jnp.int32, (*ALL, k, size)))
         if collects:
+            # The first histogram, which is always needed, is not in the loop: it overlaps with the loads.
             candidates, memory = memory[:2], memory[2:]
             state = chunks.narrow(counters, bins, keys, state)
             keys, state = search(keys, at, state, most=room)
@@ -123,12 +129,13 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
                 return
             plgpu.inline_mgpu()(lambda _: wait_for_all())()
             low = jnp.maximum(low, state[0])
-            high = jnp.maximum(low, high)
-            topk_sorting.store_sorted(
-                memory, counters, bins, low, high, outs[0], row, k, slots, of_gpu.warpgroups
-            )
+            high = jnp.maximum(low, high)  # without keys above EMPTY, `high` is EMPTY
+            topk_sorting.store_sorted(memory, counters, bins, low, high, outs[0], row, k, slots, of_gpu.warpgroups)
 
-    shape, memory = jax.ShapeDtypeStruct, [COUNTERS, BINS + 1] + [room] * (2 * collects) + [sorted_size, sorted_size, 2 * sorted_size] * last
+    memory = [COUNTERS, BINS + 1]
+    memory += [room] * 2 if collects else []
+    memory += [sorted_size, sorted_size, 2 * sorted_size] if last else []
+    shape = jax.ShapeDtypeStruct
     return kernel(
         body,
         interpret=interpret,
@@ -146,8 +153,9 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
 def _search(chunks, counters, bins, keys, places, state, *, k: int, end: int, most: int):
     """Narrows the range of the k-th largest key until at most `most` keys are in it or above.
 
-    Returns the keys and the new state.  The range may be a single key that too many keys equal: those at the last places
-    then become EMPTY.  `chunks` has the operations on chunks, and explains the state.  `end` is the number of places.
+    Returns the keys and the new state.  The range may be a single key that too many keys equal.  Those at the last
+    places then become EMPTY.  `chunks` has the operations on chunks, and `narrow` explains the state.  `end` is the
+    number of places.
     """
 
     def narrowed(narrow, state):

@@ -45,7 +45,8 @@ IN_RANGE = (
     "{ .reg .b32 n; sub.s32 n, $4, $0; min.u32 n, n, $1; shr.u32 n, n, $2; mad.lo.u32 n, n, 4, $3; "
     "red.shared.add.u32 [n], 1; }"
 )
-"""Counts a key in its bin.  Operands: the lowest key of the range, the first distance after it, SHIFT, the first bin, the key.
+"""Counts a key in its bin.  Operands: the lowest key of the range, the first distance from it that is outside, SHIFT,
+the first bin, the key.
 
 Keys outside the range are counted in the bin after the last.  That is faster than a branch around the count.
 """
@@ -238,9 +239,7 @@ class Chunks:
         """
         own = layout(keys.size)
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), own, [SCALAR] * 4), return_type=[NUMBER] * 4
-        )
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), own, [SCALAR] * 4), return_type=[NUMBER] * 4)
         def run(_, counters, bins, keys, state):
             return self._narrow(counters, bins, IN_RANGE, [[key] for key in elements(keys)], state)
 

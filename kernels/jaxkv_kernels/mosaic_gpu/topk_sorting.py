@@ -64,7 +64,7 @@ LARGER_IN_BIN = (
     "LOOP: ld.shared.v2.b32 {n, m}, [a]; mov.b64 y, {n, m}; setp.gt.s64 p, y, x; @p add.s32 c, c, 1; "
     "add.s32 a, a, 8; setp.lt.u32 p, a, $4; @p bra LOOP; mov.b32 $0, c; }"
 )
-"""How many pairs of shared memory from address $3 to $4 are larger than the pair of a key and a complement of a place."""
+"""How many pairs of shared memory, from address $3 to $4, are larger than a key and the complement of its place."""
 EXCHANGE = (
     "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 x<4>; mov.b64 a, {$5, $4}; mov.b64 b, {$7, $6}; "
     "setp.gt.s64 p, b, a; setp.ne.b32 q, $8, 0; xor.pred p, p, q; "
@@ -213,9 +213,7 @@ class Network:
         first, found = shared(grouped), []
         for n, (key, place, bin_, before) in enumerate(_elements(arrays)):
             full = arith.cmpi(arith.CmpIPredicate.ne, key, c32(EMPTY))
-            start, end = (
-                ptx(LOAD.format(4 * n), bin_, result_types=i32(), has_side_effects=True) for n in range(2)
-            )
+            start, end = (ptx(LOAD.format(4 * n), bin_, result_types=i32(), has_side_effects=True) for n in range(2))
             found.append((key, arith.xori(place, c32(-1)), start, arith.select(full, end, start)))
             address = arith.addi(first, arith.muli(arith.addi(start, before), c32(8)))
             ptx("st.shared.v2.b32 [$0], {$1, $2};", address, found[-1][1], key, predicate=full)

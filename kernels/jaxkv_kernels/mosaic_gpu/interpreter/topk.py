@@ -40,7 +40,9 @@ def narrow(counters, bins, keys, state):
     low, extent, wanted, _ = state
     shift = jnp.maximum(33 - BINS.bit_length() - lax.clz(extent), 0)
     distance = (keys - low).astype(jnp.uint32)
-    bin_ = jnp.where(distance <= extent.astype(jnp.uint32), distance >> shift.astype(jnp.uint32), BINS).astype(jnp.int32)
+    bin_ = jnp.where(distance <= extent.astype(jnp.uint32), distance >> shift.astype(jnp.uint32), BINS).astype(
+        jnp.int32
+    )
     held = jnp.zeros(BINS + 1, jnp.int32).at[bin_].add(1)[:BINS]
     from_bin = jnp.cumsum(held[::-1])[::-1]
     found = jnp.maximum((from_bin >= wanted).sum(dtype=jnp.int32) - 1, 0)
