@@ -118,19 +118,20 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
             chunks.collect(counters, keys, at, state[0], candidates, (), room)
             keys, at = chunks.load_kept(candidates)
         keys, state = search(keys, at, state, most=k)
-        if last:
-            low, high = chunks.extremes(counters, keys)
-        refs, index, slots = (memory[:2], (), sorted_size) if last else (outs, (row, part), k)
-        chunks.collect(counters, keys, at, state[0], refs, index, slots)
-        if last:
-            slots = None if tables is None else tables._replace(array=table_ref)
-            if interpret:
-                interpreted.store_sorted(memory, outs[0], row, k, slots)
-                return
-            plgpu.inline_mgpu()(lambda _: wait_for_all())()
-            low = jnp.maximum(low, state[0])
-            high = jnp.maximum(low, high)  # without keys above EMPTY, `high` is EMPTY
-            topk_sorting.store_sorted(memory, counters, bins, low, high, outs[0], row, k, slots, of_gpu.warpgroups)
+        least = state[0]
+        if not last:
+            chunks.collect(counters, keys, at, least, outs, (row, part), k)
+            return
+        low, high = chunks.extremes(counters, keys)
+        chunks.collect(counters, keys, at, least, memory[:2], (), sorted_size)
+        slots = None if tables is None else tables._replace(array=table_ref)
+        if interpret:
+            interpreted.store_sorted(memory, outs[0], row, k, slots)
+            return
+        plgpu.inline_mgpu()(lambda _: wait_for_all())()
+        low = jnp.maximum(low, least)
+        high = jnp.maximum(low, high)  # without keys above EMPTY, `high` is EMPTY
+        topk_sorting.store_sorted(memory, counters, bins, low, high, outs[0], row, k, slots, of_gpu.warpgroups)
 
     memory = [COUNTERS, BINS + 1]
     memory += [room] * 2 if collects else []

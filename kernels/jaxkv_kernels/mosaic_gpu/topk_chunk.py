@@ -97,7 +97,7 @@ OWN = "mov.u32 w, %tid.x; shr.u32 w, w, 5; mov.u32 l, %laneid; setp.eq.b32 p, l,
 """The index `w` of the warp, that of the lane, `l`, and whether it is `lane`."""
 
 
-def of_others(address, warps: int, comparison: str) -> list[Any]:
+def of_others(address, warps: int, comparison: str) -> Any:
     """The sums of the warps' words at `address`: of some warps, and of all.
 
     Leaves those out whose index compares with the own one as `comparison` of PTX says.

@@ -97,8 +97,8 @@ def store_sorted(
     `refs` are the keys, the places and memory for pairs of these.  The number of keys is a power of two, at least the
     threads of the CTA.  Keys that are not EMPTY are from `low` to `high`, and are before all others.  `bins` are 0.
     """
-    network = Network(refs[:2], warpgroups)
-    *elements, crowded = network.count(counters, bins, low, high)
+    sort = Sort(refs[:2], warpgroups)
+    *elements, crowded = sort.count(counters, bins, low, high)
     table_refs = [] if tables is None else [tables.array]
 
     def store_all(how, arrays, refs=()):
@@ -106,7 +106,7 @@ def store_sorted(
 
         @plgpu.inline_mgpu(
             arg_types=(
-                [network.layout] * len(arrays),
+                [sort.layout] * len(arrays),
                 [plgpu.RefType()] * len(refs),
                 plgpu.RefType(),
                 [plgpu.RefType()] * len(table_refs),
@@ -121,13 +121,13 @@ def store_sorted(
 
     lax.cond(
         crowded > 0,
-        lambda: store_all(in_order, network.sort(network.load())),
-        lambda: store_all(network.ranked, elements, refs),
+        lambda: store_all(in_order, sort.network(sort.load())),
+        lambda: store_all(sort.ranked, elements, refs),
     )
 
 
-class Network:
-    """Sorts arrays in the registers of a CTA: keys and complements of places."""
+class Sort:
+    """Sorts the keys and places of a CTA: by `count` and `ranked`, or by a network."""
 
     def __init__(self, refs, warpgroups: int):
         self._refs = refs
@@ -155,9 +155,9 @@ class Network:
         return self.step(self._load, 2, (), (), self._refs)
 
     def count(self, counters, bins, low, high) -> list[Any]:
-        """Makes `bins` the positions at which the bins begin.
+        """Counts keys in `bins`, which then become the positions at which the bins begin.
 
-        Returns keys, places, the addresses of their bins, and how many keys of the bin were counted before, and 1 if a
+        Returns keys, places, the addresses of the keys' bins, how many keys of the bin were counted before; and 1 if a
         bin is crowded, or else 0.
         """
         shape = plgpu.ShapeDtypeStruct((self._of_warpgroup,), jnp.dtype(jnp.int32), layout=self.layout)
@@ -230,8 +230,8 @@ class Network:
         pairs = zip(*(self._load_all(ref, thread()) for ref in sorted_refs), strict=True)
         return [(arith.addi(thread(), c32(n * self._threads)), *pair) for n, pair in enumerate(pairs)]
 
-    def sort(self, arrays) -> tuple[Any, ...]:
-        """The arrays, sorted, largest first."""
+    def network(self, arrays) -> tuple[Any, ...]:
+        """Keys and complements of places, sorted, largest first."""
         arrays = self.step(within_thread, 2, arrays)
         return lax.fori_loop(self._own_bits + 1, self.size.bit_length(), self._merge, arrays)
 
