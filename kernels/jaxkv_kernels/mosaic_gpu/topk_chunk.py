@@ -25,9 +25,9 @@ LANES, WARP, VECTOR = 128, 32, 4
 EMPTY, NAN = -0x7F800001, 0x7FFFFFFF
 MOST_WARPS = 16
 COUNTERS = 4 * MOST_WARPS
-"""int32 words of shared memory that the threads count with: a count per warp, FOUND, and two other numbers per warp."""
-FOUND, OTHERS = 4 * MOST_WARPS, 8 * MOST_WARPS
-"""The byte at which the result of a step of the search begins, and that at which those other numbers begin."""
+"""int32 words of shared memory: a count per warp, FOUND, EXTREMES."""
+FOUND, EXTREMES = 4 * MOST_WARPS, 8 * MOST_WARPS
+"""The bytes at which the result of a step of the search begins, and at which two numbers per warp begin."""
 BINS = MOST_WARPS * WARP * VECTOR
 """int32 words of shared memory for a histogram: a vector per thread.  Another word is for keys outside its range."""
 ALL = EMPTY + 1, 0x7FFFFFFF - (EMPTY + 1) - (1 << 32)
@@ -309,7 +309,7 @@ class Chunks:
             for key in elements(keys):
                 # EMPTY is one below `least`, and so the largest of these unsigned differences.
                 low, high = arith.minui(low, arith.subi(key, least)), arith.maxsi(high, key)
-            base = arith.addi(shared(counters), c32(OTHERS))
+            base = arith.addi(shared(counters), c32(EXTREMES))
             code = (
                 "{ .reg .pred p; .reg .b32 n, m, a, w, l; redux.sync.min.u32 n, $1, -1; redux.sync.max.s32 m, $2, -1; "
                 + OWN.format(lane=0)
@@ -339,8 +339,7 @@ class Chunks:
             least, index = least.registers.item(), [i.registers.item() for i in index]
             keys, places = elements(keys), elements(places)
             own = ptx(count(len(keys)), least, *keys, result_types=i32())
-            base = arith.addi(shared(counters), c32(OTHERS))
-            wait_for_all()  # all threads have read what `extremes` or another `collect` stored
+            base = shared(counters)
             before = arith.subi(scanned(base, own, down=False), own)
             wait_for_all()
             earlier, chosen = of_others(base, self._warps, "ge")

@@ -137,13 +137,13 @@ class Sort:
         self._of_warpgroup = self.size // warpgroups
         self.layout = layout(self._of_warpgroup)
 
-    def step(self, own: Callable[..., Any], results: int, arrays, scalars=(), refs=()) -> tuple[Any, ...]:
-        """What each thread does in `own`, which returns `results` arrays."""
+    def step(self, own: Callable[..., Any], arrays, scalars=(), refs=()) -> tuple[Any, ...]:
+        """What each thread does in `own`, which returns two arrays."""
         shape = plgpu.ShapeDtypeStruct((self._of_warpgroup,), jnp.dtype(jnp.int32), layout=self.layout)
 
         @plgpu.inline_mgpu(
             arg_types=([self.layout] * len(arrays), [SCALAR] * len(scalars), [plgpu.RefType()] * len(refs)),
-            return_type=[shape] * results,
+            return_type=[shape] * 2,
         )
         def run(_, arrays, scalars, refs):
             return own(arrays, refs, *(x.registers.item() for x in scalars))
@@ -152,7 +152,7 @@ class Sort:
 
     def load(self) -> tuple[Any, ...]:
         """Keys and complements of places."""
-        return self.step(self._load, 2, (), (), self._refs)
+        return self.step(self._load, (), (), self._refs)
 
     def count(self, counters, bins, low, high) -> list[Any]:
         """Counts keys in `bins`, which then become the positions at which the bins begin.
@@ -232,7 +232,7 @@ class Sort:
 
     def network(self, arrays) -> tuple[Any, ...]:
         """Keys and complements of places, sorted, largest first."""
-        arrays = self.step(within_thread, 2, arrays)
+        arrays = self.step(within_thread, arrays)
         return lax.fori_loop(self._own_bits + 1, self.size.bit_length(), self._merge, arrays)
 
     def _merge(self, stage, arrays):
@@ -241,19 +241,18 @@ class Sort:
         warp_steps = jnp.maximum(stage - LANE_BITS, 0)
 
         def by_warps(i, arrays):
-            return self.step(self._between_warps, 2, arrays, (stage, stage - 1 - i), self._refs)
+            return self.step(self._between_warps, arrays, (stage, stage - 1 - i), self._refs)
 
         def by_lanes(i, arrays):
-            return self.step(between_lanes, 2, arrays, (stage, stage - warp_steps - 1 - i))
+            return self.step(between_lanes, arrays, (stage, stage - warp_steps - 1 - i))
 
         arrays = lax.fori_loop(0, warp_steps, by_warps, arrays)
         arrays = lax.fori_loop(0, stage - warp_steps, by_lanes, arrays)
-        return self.step(between_registers, 2, arrays, (stage,))
+        return self.step(between_registers, arrays, (stage,))
 
     def _load(self, _, refs) -> Any:
         """Loads keys and complements of places.  The order does not matter yet: a warp loads consecutive elements."""
         keys, places = (self._load_all(ref, thread()) for ref in refs)
-        wait_for_all()
         return _arrays([(key, arith.xori(place, c32(-1))) for key, place in zip(keys, places, strict=True)])
 
     def _between_warps(self, arrays, refs, stage, distance) -> Any:
