@@ -62,24 +62,24 @@ def select_topk(call: SelectTopk) -> jax.Array:
     tables = None
     if call.block_tables is not None and call.block_size is not None:
         tables = BlockTables(call.block_tables, call.block_size, rows=leading[-1])
-    values, places, end = logits.reshape(-1, length), None, length
+    found, kept, end = logits.reshape(-1, length), False, length
     chunks = Chunks(WARPGROUPS)
     while True:
-        length = values.shape[1]
         # Registers of positions, or of the addresses of unaligned logits, which are loaded one by one.
-        most = chunks.threads * (LOGITS if places is None and length % VECTOR == 0 else KEPT)
+        most = chunks.threads * (KEPT if kept or length % VECTOR else LOGITS)
         size = min(most, -(-length // chunks.unit) * chunks.unit)
         count = -(-length // size)
-        found = _keep(values, places, tables, chunks, size=size, count=count, k=k, end=end)
+        found = _keep(found, tables, chunks, kept=kept, size=size, count=count, k=k, end=end)
         if count == 1:
-            return found[0].reshape(*leading, k)
-        values, places = found
+            return found.reshape(*leading, k)
+        kept, length = True, count * k
 
 
-def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, count, k, end):
-    """Keys and places [rows, count * k] of the k largest of each chunk, or with one chunk sorted places [rows, k].
+def _keep(values, tables: BlockTables | None, of_gpu: Chunks, *, kept: bool, size: int, count: int, k: int, end: int):
+    """Keys and places of the k largest of each chunk, or with one chunk sorted places [rows, k].
 
-    With `tables`, these are the slots of the places.
+    With `tables`, these are the slots of the places.  Keys and places are halves of an array [rows, 2 * count * k].
+    `values` are such an array if they are `kept` by another launch, or else logits.
     """
     rows, interpret = values.shape[0], bool(interpreting.value)
     chunks = interpreted if interpret else of_gpu
@@ -91,11 +91,8 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
     collects = size > room
 
     def body(values_ref, *refs):
-        places_ref = refs[0] if places is not None else None
-        refs = refs[places is not None :]
         table_ref = refs[0] if looks_up else None
-        refs = refs[looks_up:]
-        outs, (counters, bins, *memory) = (refs[:1], refs[1:]) if last else (refs[:2], refs[2:])
+        out_ref, counters, bins, *memory = refs[looks_up:]
         # Only the next launch reads what this one keeps.  With many CTAs, an early start would make CTAs of both share
         # multiprocessors.
         if not last and rows * count <= multiprocessors() // 2:
@@ -103,52 +100,48 @@ def _keep(values, places, tables: BlockTables | None, of_gpu: Chunks, *, size, c
         chunks.clear(bins)
         row, part = lax.axis_index("row"), lax.axis_index("chunk")
         first = part * size
-        keys = chunks.load(values_ref, row, first, size, logits=places is None)
-        if places_ref is None:
-            at = chunks.places(first, size)
-        else:
-            at = chunks.load(places_ref, row, first, size, logits=False)
+        load = chunks.load_kept if kept else chunks.load_logits
+        keys, at = load(values_ref, row, first, size)
         search = partial(_search, chunks, counters, bins, k=k, end=end)
         state = tuple(map(jnp.int32, (*ALL, k, size)))
         if collects:
             # The first histogram, which is always needed, is not in the loop: it overlaps with the loads.
-            candidates, memory = memory[:2], memory[2:]
+            candidates, *memory = memory
             state = chunks.narrow(counters, bins, keys, state)
             keys, state = search(keys, at, state, most=room)
             chunks.collect(counters, keys, at, state[0], candidates, (), room)
-            keys, at = chunks.load_kept(candidates)
+            keys, at = chunks.load_candidates(candidates)
         keys, state = search(keys, at, state, most=k)
         least = state[0]
         if not last:
-            chunks.collect(counters, keys, at, least, outs, (row, part), k)
+            chunks.collect(counters, keys, at, least, out_ref, (row, part), k)
             return
         low, high = chunks.extremes(counters, keys)
-        chunks.collect(counters, keys, at, least, memory[:2], (), sorted_size)
+        chunks.collect(counters, keys, at, least, memory[0], (), sorted_size)
         slots = None if tables is None else tables._replace(array=table_ref)
         if interpret:
-            interpreted.store_sorted(memory, outs[0], row, k, slots)
+            interpreted.store_sorted(memory, out_ref, row, k, slots)
             return
         plgpu.inline_mgpu()(lambda _: wait_for_all())()
         low = jnp.maximum(low, least)
         high = jnp.maximum(low, high)  # without keys above EMPTY, `high` is EMPTY
-        topk_sorting.store_sorted(memory, counters, bins, low, high, outs[0], row, k, slots, of_gpu.warpgroups)
+        topk_sorting.store_sorted(memory, counters, bins, low, high, out_ref, row, k, slots, of_gpu.warpgroups)
 
     memory = [COUNTERS, BINS + 1]
-    memory += [room] * 2 if collects else []
-    memory += [sorted_size, sorted_size, 2 * sorted_size] if last else []
-    shape = jax.ShapeDtypeStruct
+    memory += [2 * room] if collects else []
+    memory += [2 * sorted_size] * 2 if last else []
     return kernel(
         body,
         interpret=interpret,
         auto_barriers=False,
-        out_type=[shape((rows, k), jnp.int32)] if last else [shape((rows, count * k), jnp.int32)] * 2,
+        out_type=jax.ShapeDtypeStruct((rows, k if last else 2 * count * k), jnp.int32),
         grid=(rows, count),
         grid_names=("row", "chunk"),
         num_threads=1 if interpret else of_gpu.warpgroups,  # the interpreter's chunks are arrays of one thread
         thread_name="wg",
         kernel_name="select_topk",
         scratch_types=[plgpu.SMEM((words,), jnp.int32) for words in memory],
-    )(values, *([] if places is None else [places]), *([tables.array] if looks_up else []))
+    )(values, *([tables.array] if looks_up else []))
 
 
 def _search(chunks, counters, bins, keys, places, state, *, k: int, end: int, most: int):

@@ -34,9 +34,9 @@ ALL = EMPTY + 1, 0x7FFFFFFF - (EMPTY + 1) - (1 << 32)
 """The range of all keys but EMPTY: the lowest, and the distance of the highest from it, which has no sign."""
 LOAD = (
     "{{ .reg .pred p; setp.lt.s32 p, $5, {length}; mov.b32 $0, {rest}; mov.b32 $1, {rest}; mov.b32 $2, {rest}; "
-    "mov.b32 $3, {rest}; @p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4]; }}"
+    "mov.b32 $3, {rest}; @p ld.global.v4.b32 {{$0, $1, $2, $3}}, [$4 + {offset}]; }}"
 )
-LOAD_ONE = "{{ .reg .pred p; setp.lt.s32 p, $2, {length}; mov.b32 $0, {rest}; @p ld.global.b32 $0, [$1]; }}"
+LOAD_ONE = "{{ .reg .pred p; setp.lt.s32 p, $2, {length}; mov.b32 $0, {rest}; @p ld.global.b32 $0, [$1 + {offset}]; }}"
 ZERO = "{ .reg .b32 z; mov.b32 z, 0; st.shared.v4.b32 [$0], {z, z, z, z}; }"
 LOAD_BINS = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
 SHIFT = f"{{ .reg .b32 n; clz.b32 n, $1; sub.s32 n, {33 - BINS.bit_length()}, n; max.s32 $0, n, 0; }}"
@@ -56,11 +56,10 @@ EQUAL_IN_RANGE = (
 )
 """Counts the complement of the place of a key, if the key equals another one."""
 STORE = (
-    "{{ .reg .pred p; .reg .b{bits} a, b; mov.b{bits} a, $2; mov.b{bits} b, $3; setp.ge.s32 p, $4, $5; "
-    "@p st.{space}.b32 [a], $4; @p st.{space}.b32 [b], $6; @p add.s{bits} a, a, 4; @p add.s{bits} b, b, 4; "
-    "mov.b{bits} $0, a; mov.b{bits} $1, b; }}"
+    "{{ .reg .pred p; .reg .b{bits} a; mov.b{bits} a, $1; setp.ge.s32 p, $2, $3; @p st.{space}.b32 [a], $2; "
+    "@p st.{space}.b32 [a + {half}], $4; @p add.s{bits} a, a, 4; mov.b{bits} $0, a; }}"
 )
-"""Stores a key and a place, if the key is $5 or more.  Results: the addresses of the next ones."""
+"""Stores a key and a place, if the key is $3 or more.  Result: the address of the next key."""
 KEY = (
     "{ .reg .b32 s; .reg .f32 x; add.f32 x, $1, 0f00000000; mov.b32 $0, x; shr.s32 s, $0, 31; "
     "and.b32 s, s, 0x7FFFFFFF; xor.b32 $0, s, $0; }"
@@ -164,62 +163,70 @@ class Chunks:
         """The place of the first element of the thread's vector n."""
         return arith.addi(arith.addi(first, c32(n * self.unit)), arith.muli(thread(), c32(VECTOR)))
 
-    def load(self, ref, row, first, size: int, *, logits: bool) -> Any:
-        """Elements `first` to `first + size` of a row: keys, of float32 if `logits`; EMPTY past the end."""
-        length = ref.shape[1]
+    def load_logits(self, ref, row, first, size: int) -> list[Any]:
+        """Elements `first` to `first + size` of a row of float32 logits: keys, EMPTY past the end, and places."""
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR), return_type=_array(size // self.warpgroups))
-        def run(_, ref, row, first):
-            row, first = row.registers.item(), first.registers.item()
-            rest = "0xFF800000" if logits else f"{EMPTY & 0xFFFFFFFF:#010x}"
-            found: list[Any] = []
-            for n in range(size // self.unit):
-                place = self._place(n, first)
-                if length % VECTOR == 0:
-                    address = element(ref, (row, place), length)
-                    code = LOAD.format(length=length, rest=rest)
-                    found += ptx(code, address, place, result_types=[i32()] * 4, has_side_effects=True)
-                    continue
-                for c in range(VECTOR):
-                    own = arith.addi(place, c32(c))
-                    code = LOAD_ONE.format(length=length, rest=rest)
-                    address = element(ref, (row, own), length)
-                    found.append(ptx(code, address, own, result_types=i32(), has_side_effects=True))
-            if logits:
-                found = [ptx(KEY, x, result_types=i32()) for x in found]
-            return array([*batched(found, VECTOR)], layout(size // self.warpgroups))
+        def load(ref, row, first):
+            logits = self._load(ref, row, first, size, ref.type.shape[1], "0xFF800000")
+            places = [arith.addi(self._place(n // VECTOR, first), c32(n % VECTOR)) for n in range(len(logits))]
+            return [ptx(KEY, x, result_types=i32()) for x in logits], places
 
-        return run(ref, row, first)
+        return self._loaded(load, size, ref, row, first)
 
-    def places(self, first, size: int) -> Any:
-        """The positions of the elements of a chunk that begins at `first`."""
+    def load_kept(self, ref, row, first, size: int) -> list[Any]:
+        """The same of a row that `collect` has stored."""
 
-        @plgpu.inline_mgpu(arg_types=(SCALAR,), return_type=_array(size // self.warpgroups))
-        def run(_, first):
-            first = first.registers.item()
-            found = [arith.addi(self._place(n // VECTOR, first), c32(n % VECTOR)) for n in range(size // self.threads)]
-            return array([*batched(found, VECTOR)], layout(size // self.warpgroups))
+        def load(ref, row, first):
+            length = ref.type.shape[1] // 2
+            return [self._load(ref, row, first, size, length, str(EMPTY), half) for half in range(2)]
 
-        return run(first)
+        return self._loaded(load, size, ref, row, first)
 
-    def load_kept(self, refs) -> list[Any]:
+    def load_candidates(self, ref) -> list[Any]:
         """What `collect` has stored to shared memory: keys and places."""
-        (size,) = refs[0].shape
+        size = ref.shape[0] // 2
 
-        @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * 2,), return_type=[_array(size // self.warpgroups)] * 2)
-        def run(_, refs):
+        def load(ref):
             wait_for_all()
-            found = []
-            for ref in refs:
-                start = element(ref, (arith.muli(thread(), c32(VECTOR)),), size)
-                vectors = []
-                for n in range(size // self.unit):
-                    code = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {4 * self.unit * n}];"
-                    vectors.append(ptx(code, start, result_types=[i32()] * 4, has_side_effects=True))
-                found.append(array(vectors, layout(size // self.warpgroups)))
-            return found
+            start, halves = element(ref, (arith.muli(thread(), c32(VECTOR)),), size), []
+            for first in (0, size):
+                halves.append([])
+                for n in range(first, first + size, self.unit):
+                    code = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {4 * n}];"
+                    halves[-1] += ptx(code, start, result_types=[i32()] * VECTOR, has_side_effects=True)
+            return halves
 
-        return run(list(refs))
+        return self._loaded(load, size, ref)
+
+    def _loaded(self, load, size: int, ref, *scalars) -> list[Any]:
+        """The arrays of keys and places that `load` returns the elements of."""
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.RefType(), [SCALAR] * len(scalars)), return_type=[_array(size // self.warpgroups)] * 2
+        )
+        def run(_, ref, scalars):
+            found = load(ref, *(x.registers.item() for x in scalars))
+            return [array([*batched(words, VECTOR)], layout(size // self.warpgroups)) for words in found]
+
+        return run(ref, list(scalars))
+
+    def _load(self, ref, row, first, size: int, length: int, rest: str, half: int = 0) -> list[Any]:
+        """Elements of the first `length` of a row, or with `half` of as many after these; `rest` past the end."""
+        width, found = ref.type.shape[1], []
+        options = {"length": length, "rest": rest, "offset": 4 * half * length}
+        for n in range(size // self.unit):
+            place = self._place(n, first)
+            if length % VECTOR == 0:
+                address = element(ref, (row, place), width)
+                found += ptx(
+                    LOAD.format(**options), address, place, result_types=[i32()] * VECTOR, has_side_effects=True
+                )
+                continue
+            for c in range(VECTOR):
+                own = arith.addi(place, c32(c))
+                address = element(ref, (row, own), width)
+                found.append(ptx(LOAD_ONE.format(**options), address, own, result_types=i32(), has_side_effects=True))
+        return found
 
     def clear(self, bins) -> None:
         """Sets all bins to 0."""
@@ -326,16 +333,16 @@ class Chunks:
 
         return run(counters, keys)
 
-    def collect(self, counters, keys, places, least, refs, index, slots: int) -> None:
+    def collect(self, counters, keys, places, least, ref, index, slots: int) -> None:
         """Stores the keys from `least` on, which is above EMPTY, with their places, in any order.
 
-        There are at most `slots` of them.  They go to `refs` (keys, places): to part `index[1]` of row `index[0]`, or
-        without `index` to shared memory.  The remaining slots become EMPTY.
+        There are at most `slots` of them.  Keys go to the first half of `ref`, places to the second: to part `index[1]`
+        of row `index[0]`, or without `index` to shared memory.  The remaining slots become EMPTY.
         """
         own = layout(keys.size)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own, own, SCALAR, [plgpu.RefType()] * 2, [SCALAR] * len(index)))
-        def run(_, counters, keys, places, least, refs, index):
+        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own, own, SCALAR, plgpu.RefType(), [SCALAR] * len(index)))
+        def run(_, counters, keys, places, least, ref, index):
             least, index = least.registers.item(), [i.registers.item() for i in index]
             keys, places = elements(keys), elements(places)
             own = ptx(count(len(keys)), least, *keys, result_types=i32())
@@ -344,20 +351,20 @@ class Chunks:
             wait_for_all()
             earlier, chosen = of_others(base, self._warps, "ge")
             slot, last = arith.addi(before, earlier), c32(slots)
-            space, width = ("global" if index else "shared"), ir.MemRefType(refs[0].type).shape[-1]
+            space, width = ("global" if index else "shared"), ir.MemRefType(ref.type).shape[-1]
             if index:
                 row, part = index
                 index, first = [row], arith.muli(part, c32(slots))
                 slot, chosen, last = (arith.addi(first, x) for x in (slot, chosen, last))
-            at = [element(ref, (*index, slot), width) for ref in refs]
-            code, kind = STORE.format(space=space, bits=at[0].type.width), at[0].type
+            address = element(ref, (*index, slot), width)
+            code = STORE.format(space=space, bits=address.type.width, half=2 * width)
             for key, place in zip(keys, places, strict=True):
-                at = ptx(code, *at, key, least, place, result_types=[kind] * 2, has_side_effects=True)
-            store = f"st.{space}.b32 [$0], $1;"
+                address = ptx(code, address, key, least, place, result_types=address.type, has_side_effects=True)
             for n in range(-(-slots // self.threads)):
                 slot = arith.addi(chosen, arith.addi(thread(), c32(n * self.threads)))
                 free = arith.cmpi(arith.CmpIPredicate.slt, slot, last)
-                for ref, rest in zip(refs, (EMPTY, 0), strict=True):
-                    ptx(store, element(ref, (*index, slot), width), c32(rest), predicate=free)
+                address = element(ref, (*index, slot), width)
+                for offset, rest in ((0, EMPTY), (2 * width, 0)):
+                    ptx(f"st.{space}.b32 [$0 + {offset}], $1;", address, c32(rest), predicate=free)
 
-        run(counters, keys, places, least, list(refs), list(index))
+        run(counters, keys, places, least, ref, list(index))

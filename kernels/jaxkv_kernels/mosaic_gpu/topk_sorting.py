@@ -94,10 +94,11 @@ def store_sorted(
 
     With `tables`, stores the slots of the places.
 
-    `refs` are the keys, the places and memory for pairs of these.  The number of keys is a power of two, at least the
-    threads of the CTA.  Keys that are not EMPTY are from `low` to `high`, and are before all others.  `bins` are 0.
+    `refs` are the keys and places, which are halves of an array, and memory for as many pairs of these.  The number of
+    keys is a power of two, at least the threads of the CTA.  Keys that are not EMPTY are from `low` to `high`, and are
+    before all others.  `bins` are 0.
     """
-    sort = Sort(refs[:2], warpgroups)
+    sort = Sort(refs[0], warpgroups)
     *elements, crowded = sort.count(counters, bins, low, high)
     table_refs = [] if tables is None else [tables.array]
 
@@ -129,10 +130,10 @@ def store_sorted(
 class Sort:
     """Sorts the keys and places of a CTA: by `count` and `ranked`, or by a network."""
 
-    def __init__(self, refs, warpgroups: int):
-        self._refs = refs
+    def __init__(self, ref, warpgroups: int):
+        self._ref = ref
         self._threads = warpgroups * LANES
-        self.size = refs[0].shape[0]
+        self.size = ref.shape[0] // 2
         self._own_bits = (self.size // self._threads).bit_length() - 1
         self._of_warpgroup = self.size // warpgroups
         self.layout = layout(self._of_warpgroup)
@@ -152,7 +153,7 @@ class Sort:
 
     def load(self) -> tuple[Any, ...]:
         """Keys and complements of places."""
-        return self.step(self._load, (), (), self._refs)
+        return self.step(self._load, (), (), [self._ref])
 
     def count(self, counters, bins, low, high) -> list[Any]:
         """Counts keys in `bins`, which then become the positions at which the bins begin.
@@ -163,12 +164,12 @@ class Sort:
         shape = plgpu.ShapeDtypeStruct((self._of_warpgroup,), jnp.dtype(jnp.int32), layout=self.layout)
 
         @plgpu.inline_mgpu(
-            arg_types=([plgpu.RefType()] * 2, plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR),
+            arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR),
             return_type=[shape] * 4 + [NUMBER],
         )
-        def run(_, refs, counters, bins, low, high):
+        def run(_, ref, counters, bins, low, high):
             low, high = low.registers.item(), high.registers.item()
-            keys, places = (self._load_all(ref, thread()) for ref in refs)
+            keys, places = zip(*self._load_all(ref, thread()), strict=True)
             base, first_bin = shared(counters), shared(bins)
             # Bins have a relative width, of the distance from the lowest value: most values are near it.  The offset
             # bounds the number of powers of two.
@@ -205,11 +206,11 @@ class Sort:
             pairs = zip(keys, places, counted, strict=True)
             return [*_arrays([(key, place, *others) for key, place, others in pairs]), splat(crowded)]
 
-        return run(list(self._refs), counters, bins, low, high)
+        return run(self._ref, counters, bins, low, high)
 
     def ranked(self, arrays, refs) -> Any:
         """The pairs of `count`, sorted, and their positions.  Thread t has every T-th pair from t on."""
-        *sorted_refs, grouped = refs
+        ref, grouped = refs
         first, found = shared(grouped), []
         for n, (key, place, bin_, before) in enumerate(_elements(arrays)):
             full = arith.cmpi(arith.CmpIPredicate.ne, key, c32(EMPTY))
@@ -224,10 +225,9 @@ class Sort:
             empty = arith.cmpi(arith.CmpIPredicate.eq, key, c32(EMPTY))
             own = arith.addi(thread(), c32(n * self._threads))
             rank = arith.select(empty, own, arith.addi(start, larger))
-            for ref, x in zip(sorted_refs, (key, place), strict=True):
-                ptx("st.shared.b32 [$0], $1;", element(ref, (rank,), self.size), x, has_side_effects=True)
+            self._store_pair(element(ref, (rank,), self.size), 0, key, place)
         wait_for_all()
-        pairs = zip(*(self._load_all(ref, thread()) for ref in sorted_refs), strict=True)
+        pairs = self._load_all(ref, thread())
         return [(arith.addi(thread(), c32(n * self._threads)), *pair) for n, pair in enumerate(pairs)]
 
     def network(self, arrays) -> tuple[Any, ...]:
@@ -241,7 +241,7 @@ class Sort:
         warp_steps = jnp.maximum(stage - LANE_BITS, 0)
 
         def by_warps(i, arrays):
-            return self.step(self._between_warps, arrays, (stage, stage - 1 - i), self._refs)
+            return self.step(self._between_warps, arrays, (stage, stage - 1 - i), [self._ref])
 
         def by_lanes(i, arrays):
             return self.step(between_lanes, arrays, (stage, stage - warp_steps - 1 - i))
@@ -252,31 +252,35 @@ class Sort:
 
     def _load(self, _, refs) -> Any:
         """Loads keys and complements of places.  The order does not matter yet: a warp loads consecutive elements."""
-        keys, places = (self._load_all(ref, thread()) for ref in refs)
-        return _arrays([(key, arith.xori(place, c32(-1))) for key, place in zip(keys, places, strict=True)])
+        return _arrays([(key, arith.xori(place, c32(-1))) for key, place in self._load_all(refs[0], thread())])
 
     def _between_warps(self, arrays, refs, stage, distance) -> Any:
         """Exchanges with the thread whose index differs in bit `distance`, through shared memory."""
         smaller = arith.xori(_bit(thread(), stage), _bit(thread(), distance))
         partner = arith.xori(thread(), arith.shli(c32(1), distance))
-        elements = _elements(arrays)
-        for ref, values in zip(refs, zip(*elements, strict=True), strict=True):
-            start = element(ref, (thread(),), ref.type.shape[0])
-            for n, x in enumerate(values):
-                ptx(f"st.shared.b32 [$0 + {4 * self._threads * n}], $1;", start, x, has_side_effects=True)
+        elements, start = _elements(arrays), element(refs[0], (thread(),), self.size)
+        for n, pair in enumerate(elements):
+            self._store_pair(start, n * self._threads, *pair)
         wait_for_all()
-        others = zip(*(self._load_all(ref, partner) for ref in refs), strict=True)
+        others = self._load_all(refs[0], partner)
         found = [_taken(own, other, smaller) for own, other in zip(elements, others, strict=True)]
         wait_for_all()
         return _arrays(found)
 
+    def _store_pair(self, address, offset: int, key, place) -> None:
+        """Stores a pair to the halves of shared memory, `offset` elements after the address of a key."""
+        for x, half in ((key, 0), (place, self.size)):
+            ptx(f"st.shared.b32 [$0 + {4 * (offset + half)}], $1;", address, x, has_side_effects=True)
+
     def _load_all(self, ref, first) -> list[Any]:
-        """Every T-th element of shared memory from `first` on, with T threads."""
-        size = ref.type.shape[0]
-        start = element(ref, (first,), size)
+        """Every T-th pair of shared memory from `first` on, with T threads."""
+        start = element(ref, (first,), self.size)
         return [
-            ptx(LOAD.format(4 * self._threads * n), start, result_types=i32(), has_side_effects=True)
-            for n in range(size // self._threads)
+            [
+                ptx(LOAD.format(4 * (n + half)), start, result_types=i32(), has_side_effects=True)
+                for half in (0, self.size)
+            ]
+            for n in range(0, self.size, self._threads)
         ]
 
 

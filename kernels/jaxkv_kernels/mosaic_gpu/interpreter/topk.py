@@ -10,23 +10,25 @@ from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables
 from jaxkv_kernels.mosaic_gpu.topk_chunk import BINS, EMPTY, NAN
 
 
-def load(ref, row, first, size: int, *, logits: bool):
-    """Elements `first` to `first + size` of a row."""
+def load_logits(ref, row, first, size: int):
+    """Elements `first` to `first + size` of a row of logits: keys, EMPTY past the end, and places."""
     place = first + jnp.arange(size, dtype=jnp.int32)
     values = ref[row][jnp.minimum(place, ref.shape[1] - 1)]
-    if logits:
-        values = jnp.where(jnp.isnan(values), NAN, ordered_bits(values))
-    return jnp.where(place < ref.shape[1], values, EMPTY)
+    keys = jnp.where(jnp.isnan(values), NAN, ordered_bits(values))
+    return jnp.where(place < ref.shape[1], keys, EMPTY), place
 
 
-def places(first, size: int):
-    """The positions of the elements of a chunk."""
-    return first + jnp.arange(size, dtype=jnp.int32)
+def load_kept(ref, row, first, size: int):
+    """The same of a row that `collect` has stored."""
+    length = ref.shape[1] // 2
+    place = first + jnp.arange(size, dtype=jnp.int32)
+    keys, places = (ref[row][half + jnp.minimum(place, length - 1)] for half in (0, length))
+    return jnp.where(place < length, keys, EMPTY), places
 
 
-def load_kept(refs):
-    """What `collect` has stored: keys and places."""
-    return [ref[...] for ref in refs]
+def load_candidates(ref):
+    """What `collect` has stored to shared memory: keys and places."""
+    return ref[...].reshape(2, -1)
 
 
 def clear(bins) -> None:
@@ -61,23 +63,24 @@ def extremes(counters, keys):
     return jnp.where(keys == EMPTY, jnp.iinfo(jnp.int32).max, keys).min(), keys.max()
 
 
-def collect(counters, keys, places, least, refs, index, slots: int) -> None:
+def collect(counters, keys, places, least, ref, index, slots: int) -> None:
     """Stores the chosen keys and their places."""
     del counters
     chosen = keys >= least
     # Modulo, so that too many chosen keys give wrong results here as well.
     slot = jnp.where(chosen, (jnp.cumsum(chosen) - 1) % slots, slots)
-    for ref, values, rest in zip(refs, (keys, places), (EMPTY, 0), strict=True):
+    for half, (values, rest) in enumerate(((keys, EMPTY), (places, 0))):
         found = jnp.full(slots + 1, rest, jnp.int32).at[slot].set(values)[:slots]
+        start = half * (ref.shape[-1] // 2)
         if index:
-            ref[index[0], pl.ds(index[1] * slots, slots)] = found
+            ref[index[0], pl.ds(start + index[1] * slots, slots)] = found
         else:
-            ref[...] = found
+            ref[pl.ds(start, slots)] = found
 
 
 def store_sorted(refs, out_ref, row, k: int, tables: BlockTables | None) -> None:
     """Sorts keys and places, and stores the places of the first `k` to a row, or their slots; -1 for EMPTY."""
-    keys, places = (ref[...] for ref in refs[:2])
+    keys, places = load_candidates(refs[0])
     order = jnp.lexsort((places, ~keys))
     found = jnp.where(keys[order] == EMPTY, -1, places[order])[:k]
     if tables is not None:
