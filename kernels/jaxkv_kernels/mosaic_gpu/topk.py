@@ -31,16 +31,25 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.calls import SelectTopk
-from jaxkv_kernels.mosaic_gpu import topk_sorting
+from jaxkv_kernels.mosaic_gpu import topk_chunk, topk_sorting
 from jaxkv_kernels.mosaic_gpu.interpreter import topk as interpreted
 from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.topk_chunk import ALL, BINS, COUNTERS, EMPTY, VECTOR, Chunks, wait_for_all
+from jaxkv_kernels.mosaic_gpu.topk_chunk import (
+    ALL,
+    BINS,
+    COUNTERS,
+    EMPTY,
+    THREADS,
+    UNIT,
+    VECTOR,
+    WARPGROUPS,
+    wait_for_all,
+)
 
 LOGITS, KEPT = 64, 32
 """Logits per thread, and keys of later launches, whose positions take registers as well."""
-WARPGROUPS = 4
 MOST_SELECTED = 4096
 
 
@@ -63,31 +72,30 @@ def select_topk(call: SelectTopk) -> jax.Array:
     if call.block_tables is not None and call.block_size is not None:
         tables = BlockTables(call.block_tables, call.block_size, rows=leading[-1])
     found, kept, end = logits.reshape(-1, length), False, length
-    chunks = Chunks(WARPGROUPS)
     while True:
         # Registers of positions, or of the addresses of unaligned logits, which are loaded one by one.
-        most = chunks.threads * (KEPT if kept or length % VECTOR else LOGITS)
-        size = min(most, -(-length // chunks.unit) * chunks.unit)
+        most = THREADS * (KEPT if kept or length % VECTOR else LOGITS)
+        size = min(most, -(-length // UNIT) * UNIT)
         count = -(-length // size)
-        found = _keep(found, tables, chunks, kept=kept, size=size, count=count, k=k, end=end)
+        found = _keep(found, tables, kept=kept, size=size, count=count, k=k, end=end)
         if count == 1:
             return found.reshape(*leading, k)
         kept, length = True, count * k
 
 
-def _keep(values, tables: BlockTables | None, of_gpu: Chunks, *, kept: bool, size: int, count: int, k: int, end: int):
+def _keep(values, tables: BlockTables | None, *, kept: bool, size: int, count: int, k: int, end: int):
     """Keys and places of the k largest of each chunk, or with one chunk sorted places [rows, k].
 
     With `tables`, these are the slots of the places.  Keys and places are halves of an array [rows, 2 * count * k].
     `values` are such an array if they are `kept` by another launch, or else logits.
     """
     rows, interpret = values.shape[0], bool(interpreting.value)
-    chunks = interpreted if interpret else of_gpu
+    chunks = interpreted if interpret else topk_chunk
     last = count == 1
     looks_up = last and tables is not None
-    sorted_size = max(of_gpu.threads, 1 << (k - 1).bit_length())
+    sorted_size = max(THREADS, 1 << (k - 1).bit_length())
     # Candidates: the k largest, and the others in the bin of the k-th largest.
-    room = max(of_gpu.unit, 2 * sorted_size)
+    room = max(UNIT, 2 * sorted_size)
     collects = size > room
 
     def body(values_ref, *refs):
@@ -125,7 +133,7 @@ def _keep(values, tables: BlockTables | None, of_gpu: Chunks, *, kept: bool, siz
         plgpu.inline_mgpu()(lambda _: wait_for_all())()
         low = jnp.maximum(low, least)
         high = jnp.maximum(low, high)  # without keys above EMPTY, `high` is EMPTY
-        topk_sorting.store_sorted(memory, counters, bins, low, high, out_ref, row, k, slots, of_gpu.warpgroups)
+        topk_sorting.store_sorted(memory, counters, bins, low, high, out_ref, row, k, slots)
 
     memory = [COUNTERS, BINS + 1]
     memory += [2 * room] if collects else []
@@ -137,7 +145,7 @@ def _keep(values, tables: BlockTables | None, of_gpu: Chunks, *, kept: bool, siz
         out_type=jax.ShapeDtypeStruct((rows, k if last else 2 * count * k), jnp.int32),
         grid=(rows, count),
         grid_names=("row", "chunk"),
-        num_threads=1 if interpret else of_gpu.warpgroups,  # the interpreter's chunks are arrays of one thread
+        num_threads=1 if interpret else WARPGROUPS,  # the interpreter's chunks are arrays of one thread
         thread_name="wg",
         kernel_name="select_topk",
         scratch_types=[plgpu.SMEM((words,), jnp.int32) for words in memory],

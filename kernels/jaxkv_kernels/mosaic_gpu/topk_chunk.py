@@ -6,7 +6,6 @@ chunk.  To Pallas, each warpgroup has an array of its own.  `interpreter/topk.py
 interpreter.
 """
 
-from dataclasses import dataclass
 from itertools import batched
 from typing import Any
 
@@ -21,14 +20,17 @@ from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, elements, splat
 from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 
-LANES, WARP, VECTOR = 128, 32, 4
+WARPGROUPS, LANES, WARP, VECTOR = 4, 128, 32, 4
+THREADS = WARPGROUPS * LANES
+WARPS = THREADS // WARP
+UNIT = THREADS * VECTOR
+"""The number of elements of a chunk is a multiple of this."""
 EMPTY, NAN = -0x7F800001, 0x7FFFFFFF
-MOST_WARPS = 16
-COUNTERS = 4 * MOST_WARPS
+COUNTERS = 4 * WARPS
 """int32 words of shared memory: a count per warp, FOUND, EXTREMES."""
-FOUND, EXTREMES = 4 * MOST_WARPS, 8 * MOST_WARPS
+FOUND, EXTREMES = 4 * WARPS, 8 * WARPS
 """The bytes at which the result of a step of the search begins, and at which two numbers per warp begin."""
-BINS = MOST_WARPS * WARP * VECTOR
+BINS = UNIT
 """int32 words of shared memory for a histogram: a vector per thread.  Another word is for keys outside its range."""
 ALL = EMPTY + 1, 0x7FFFFFFF - (EMPTY + 1) - (1 << 32)
 """The range of all keys but EMPTY: the lowest, and the distance of the highest from it, which has no sign."""
@@ -96,13 +98,13 @@ OWN = "mov.u32 w, %tid.x; shr.u32 w, w, 5; mov.u32 l, %laneid; setp.eq.b32 p, l,
 """The index `w` of the warp, that of the lane, `l`, and whether it is `lane`."""
 
 
-def of_others(address, warps: int, comparison: str) -> Any:
+def of_others(address, comparison: str) -> Any:
     """The sums of the warps' words at `address`: of some warps, and of all.
 
     Leaves those out whose index compares with the own one as `comparison` of PTX says.
     """
     code = (
-        f"{{ .reg .pred p; .reg .b32 n, w, l, a; mov.u32 l, %laneid; setp.lt.u32 p, l, {warps}; mov.b32 n, 0; "
+        f"{{ .reg .pred p; .reg .b32 n, w, l, a; mov.u32 l, %laneid; setp.lt.u32 p, l, {WARPS}; mov.b32 n, 0; "
         "mad.lo.s32 a, l, 4, $2; @p ld.shared.b32 n, [a]; redux.sync.add.s32 $1, n, -1; mov.u32 w, %tid.x; "
         f"shr.u32 w, w, 5; setp.{comparison}.u32 p, l, w; @p mov.b32 n, 0; redux.sync.add.s32 $0, n, -1; }}"
     )
@@ -139,232 +141,222 @@ def scanned(address, own, *, down: bool) -> Any:
     return ptx(code, address, own, result_types=i32(), has_side_effects=True, convergent=True)
 
 
-@dataclass(frozen=True)
-class Chunks:
-    """Chunks in the registers of `warpgroups` warpgroups."""
+def _place(n: int, first) -> Any:
+    """The place of the first element of the thread's vector n."""
+    return arith.addi(arith.addi(first, c32(n * UNIT)), arith.muli(thread(), c32(VECTOR)))
 
-    warpgroups: int
 
-    @property
-    def threads(self) -> int:
-        """Threads of the CTA."""
-        return self.warpgroups * LANES
+def load_logits(ref, row, first, size: int) -> list[Any]:
+    """Elements `first` to `first + size` of a row of float32 logits: keys, EMPTY past the end, and places."""
 
-    @property
-    def unit(self) -> int:
-        """The number of elements of a chunk is a multiple of this."""
-        return self.threads * VECTOR
+    def load(ref, row, first):
+        logits = _load(ref, row, first, size, ref.type.shape[1], "0xFF800000")
+        places = [arith.addi(_place(n // VECTOR, first), c32(n % VECTOR)) for n in range(len(logits))]
+        return [ptx(KEY, x, result_types=i32()) for x in logits], places
 
-    @property
-    def _warps(self) -> int:
-        return self.threads // WARP
+    return _loaded(load, size, ref, row, first)
 
-    def _place(self, n: int, first) -> Any:
-        """The place of the first element of the thread's vector n."""
-        return arith.addi(arith.addi(first, c32(n * self.unit)), arith.muli(thread(), c32(VECTOR)))
 
-    def load_logits(self, ref, row, first, size: int) -> list[Any]:
-        """Elements `first` to `first + size` of a row of float32 logits: keys, EMPTY past the end, and places."""
+def load_kept(ref, row, first, size: int) -> list[Any]:
+    """The same of a row that `collect` has stored."""
 
-        def load(ref, row, first):
-            logits = self._load(ref, row, first, size, ref.type.shape[1], "0xFF800000")
-            places = [arith.addi(self._place(n // VECTOR, first), c32(n % VECTOR)) for n in range(len(logits))]
-            return [ptx(KEY, x, result_types=i32()) for x in logits], places
+    def load(ref, row, first):
+        length = ref.type.shape[1] // 2
+        return [_load(ref, row, first, size, length, str(EMPTY), half) for half in range(2)]
 
-        return self._loaded(load, size, ref, row, first)
+    return _loaded(load, size, ref, row, first)
 
-    def load_kept(self, ref, row, first, size: int) -> list[Any]:
-        """The same of a row that `collect` has stored."""
 
-        def load(ref, row, first):
-            length = ref.type.shape[1] // 2
-            return [self._load(ref, row, first, size, length, str(EMPTY), half) for half in range(2)]
+def load_candidates(ref) -> list[Any]:
+    """What `collect` has stored to shared memory: keys and places."""
+    size = ref.shape[0] // 2
 
-        return self._loaded(load, size, ref, row, first)
+    def load(ref):
+        wait_for_all()
+        start, halves = element(ref, (arith.muli(thread(), c32(VECTOR)),), size), []
+        for first in (0, size):
+            halves.append([])
+            for n in range(first, first + size, UNIT):
+                code = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {4 * n}];"
+                halves[-1] += ptx(code, start, result_types=[i32()] * VECTOR, has_side_effects=True)
+        return halves
 
-    def load_candidates(self, ref) -> list[Any]:
-        """What `collect` has stored to shared memory: keys and places."""
-        size = ref.shape[0] // 2
+    return _loaded(load, size, ref)
 
-        def load(ref):
-            wait_for_all()
-            start, halves = element(ref, (arith.muli(thread(), c32(VECTOR)),), size), []
-            for first in (0, size):
-                halves.append([])
-                for n in range(first, first + size, self.unit):
-                    code = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4 + {4 * n}];"
-                    halves[-1] += ptx(code, start, result_types=[i32()] * VECTOR, has_side_effects=True)
-            return halves
 
-        return self._loaded(load, size, ref)
+def _loaded(load, size: int, ref, *scalars) -> list[Any]:
+    """The arrays of keys and places that `load` returns the elements of."""
 
-    def _loaded(self, load, size: int, ref, *scalars) -> list[Any]:
-        """The arrays of keys and places that `load` returns the elements of."""
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), [SCALAR] * len(scalars)), return_type=[_array(size // WARPGROUPS)] * 2
+    )
+    def run(_, ref, scalars):
+        found = load(ref, *(x.registers.item() for x in scalars))
+        return [array([*batched(words, VECTOR)], layout(size // WARPGROUPS)) for words in found]
 
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), [SCALAR] * len(scalars)), return_type=[_array(size // self.warpgroups)] * 2
+    return run(ref, list(scalars))
+
+
+def _load(ref, row, first, size: int, length: int, rest: str, half: int = 0) -> list[Any]:
+    """Elements of the first `length` of a row, or with `half` of as many after these; `rest` past the end."""
+    width, found = ref.type.shape[1], []
+    options = {"length": length, "rest": rest, "offset": 4 * half * length}
+    for n in range(size // UNIT):
+        place = _place(n, first)
+        if length % VECTOR == 0:
+            address = element(ref, (row, place), width)
+            found += ptx(LOAD.format(**options), address, place, result_types=[i32()] * VECTOR, has_side_effects=True)
+            continue
+        for c in range(VECTOR):
+            own = arith.addi(place, c32(c))
+            address = element(ref, (row, own), width)
+            found.append(ptx(LOAD_ONE.format(**options), address, own, result_types=i32(), has_side_effects=True))
+    return found
+
+
+def clear(bins) -> None:
+    """Sets all bins to 0."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
+    def run(_, bins):
+        ptx(ZERO, _bins(bins), has_side_effects=True)
+        wait_for_all()
+
+    run(bins)
+
+
+def narrow(counters, bins, keys, state) -> tuple[Any, ...]:
+    """Narrows a range of keys in which the `wanted` largest are sought: to the bin that has the last of these.
+
+    The `state` is the range, which is its lowest key and the distance to its highest, `wanted`, and how many keys
+    the range has.  If that is less than `wanted`, finds the lowest bin.  Bins are 0 before and after.
+    """
+    own = layout(keys.size)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), own, [SCALAR] * 4), return_type=[NUMBER] * 4)
+    def run(_, counters, bins, keys, state):
+        return _narrow(counters, bins, IN_RANGE, [[key] for key in elements(keys)], state)
+
+    return tuple(run(counters, bins, keys, list(state)))
+
+
+def narrow_places(counters, bins, keys, places, key, state) -> tuple[Any, ...]:
+    """The same for the complements of the places of keys that equal `key`."""
+    own = layout(keys.size)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType(), own, own, SCALAR, [SCALAR] * 4), return_type=[NUMBER] * 4
+    )
+    def run(_, counters, bins, keys, places, key, state):
+        key, pairs = key.registers.item(), zip(elements(keys), elements(places), strict=True)
+        return _narrow(counters, bins, EQUAL_IN_RANGE, [[*pair, key] for pair in pairs], state)
+
+    return tuple(run(counters, bins, keys, places, key, list(state)))
+
+
+def _narrow(counters, bins, code: str, values, state) -> list[Any]:
+    low, extent, wanted, _ = (x.registers.item() for x in state)
+    base, first_bin, (shift, last, outside) = shared(counters), shared(bins), divided(extent)
+    for value in values:
+        ptx(code, low, outside, shift, first_bin, *value, has_side_effects=True)
+    wait_for_all()
+    address = _bins(bins)
+    held = [*ptx(LOAD_BINS, address, result_types=[i32()] * VECTOR, has_side_effects=True)]
+    ptx(ZERO, address, has_side_effects=True)
+    first = arith.muli(thread(), c32(VECTOR))
+    for n in range(VECTOR):
+        inside = arith.cmpi(arith.CmpIPredicate.sle, arith.addi(first, c32(n)), last)
+        held[n] = arith.select(inside, held[n], c32(0))
+    own = arith.addi(arith.addi(held[0], held[1]), arith.addi(held[2], held[3]))
+    from_own = scanned(base, own, down=True)
+    wait_for_all()
+    from_own = arith.addi(from_own, of_others(base, "le")[0])
+    above = arith.subi(from_own, own)
+    # The thread whose bins have the last key that is wanted, or else the first thread.
+    enough = arith.cmpi(arith.CmpIPredicate.sge, from_own, wanted)
+    enough = arith.ori(enough, arith.cmpi(arith.CmpIPredicate.eq, thread(), c32(0)))
+    found = arith.andi(enough, arith.cmpi(arith.CmpIPredicate.slt, above, wanted))
+    in_bin, bin_ = held[-1], c32(VECTOR - 1)
+    for n in reversed(range(VECTOR - 1)):
+        with_bin = arith.addi(above, in_bin)
+        enough = arith.cmpi(arith.CmpIPredicate.sge, with_bin, wanted)
+        above = arith.select(enough, above, with_bin)
+        in_bin, bin_ = arith.select(enough, in_bin, held[n]), arith.select(enough, bin_, c32(n))
+    low = arith.addi(low, arith.shli(arith.addi(first, bin_), shift))
+    code = f"st.shared.v4.b32 [$0 + {FOUND}], {{$1, $2, $3, $3}};"
+    ptx(code, base, low, arith.subi(wanted, above), in_bin, predicate=found)
+    wait_for_all()
+    code = f"{{ .reg .b32 n; ld.shared.v4.b32 {{$0, $1, $2, n}}, [$3 + {FOUND}]; }}"
+    low, wanted, in_bin = ptx(code, base, result_types=[i32()] * 3, has_side_effects=True)
+    extent = arith.subi(arith.shli(c32(1), shift), c32(1))
+    return [splat(x) for x in (low, extent, wanted, in_bin)]
+
+
+def _bins(bins) -> Any:
+    """The address of the thread's bins."""
+    return arith.addi(shared(bins), arith.muli(thread(), c32(4 * VECTOR)))
+
+
+def extremes(counters, keys) -> Any:
+    """The smallest key other than EMPTY, and the largest key.  If all are EMPTY, the former is arbitrary."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout(keys.size)), return_type=[NUMBER] * 2)
+    def run(_, counters, keys):
+        least = c32(EMPTY + 1)
+        low, high = c32(-1), c32(EMPTY)
+        for key in elements(keys):
+            # EMPTY is one below `least`, and so the largest of these unsigned differences.
+            low, high = arith.minui(low, arith.subi(key, least)), arith.maxsi(high, key)
+        base = arith.addi(shared(counters), c32(EXTREMES))
+        code = (
+            "{ .reg .pred p; .reg .b32 n, m, a, w, l; redux.sync.min.u32 n, $1, -1; redux.sync.max.s32 m, $2, -1; "
+            + OWN.format(lane=0)
+            + "mad.lo.s32 a, w, 8, $0; @p st.shared.v2.b32 [a], {n, m}; }"
         )
-        def run(_, ref, scalars):
-            found = load(ref, *(x.registers.item() for x in scalars))
-            return [array([*batched(words, VECTOR)], layout(size // self.warpgroups)) for words in found]
-
-        return run(ref, list(scalars))
-
-    def _load(self, ref, row, first, size: int, length: int, rest: str, half: int = 0) -> list[Any]:
-        """Elements of the first `length` of a row, or with `half` of as many after these; `rest` past the end."""
-        width, found = ref.type.shape[1], []
-        options = {"length": length, "rest": rest, "offset": 4 * half * length}
-        for n in range(size // self.unit):
-            place = self._place(n, first)
-            if length % VECTOR == 0:
-                address = element(ref, (row, place), width)
-                found += ptx(
-                    LOAD.format(**options), address, place, result_types=[i32()] * VECTOR, has_side_effects=True
-                )
-                continue
-            for c in range(VECTOR):
-                own = arith.addi(place, c32(c))
-                address = element(ref, (row, own), width)
-                found.append(ptx(LOAD_ONE.format(**options), address, own, result_types=i32(), has_side_effects=True))
-        return found
-
-    def clear(self, bins) -> None:
-        """Sets all bins to 0."""
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
-        def run(_, bins):
-            ptx(ZERO, self._bins(bins), has_side_effects=True)
-            wait_for_all()
-
-        run(bins)
-
-    def narrow(self, counters, bins, keys, state) -> tuple[Any, ...]:
-        """Narrows a range of keys in which the `wanted` largest are sought: to the bin that has the last of these.
-
-        The `state` is the range, which is its lowest key and the distance to its highest, `wanted`, and how many keys
-        the range has.  If that is less than `wanted`, finds the lowest bin.  Bins are 0 before and after.
-        """
-        own = layout(keys.size)
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), own, [SCALAR] * 4), return_type=[NUMBER] * 4)
-        def run(_, counters, bins, keys, state):
-            return self._narrow(counters, bins, IN_RANGE, [[key] for key in elements(keys)], state)
-
-        return tuple(run(counters, bins, keys, list(state)))
-
-    def narrow_places(self, counters, bins, keys, places, key, state) -> tuple[Any, ...]:
-        """The same for the complements of the places of keys that equal `key`."""
-        own = layout(keys.size)
-
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(), own, own, SCALAR, [SCALAR] * 4), return_type=[NUMBER] * 4
+        ptx(code, base, low, high, has_side_effects=True, convergent=True)
+        wait_for_all()
+        code = (
+            f"{{ .reg .b32 n, m, l; mov.u32 l, %laneid; min.u32 l, l, {WARPS - 1}; mad.lo.s32 l, l, 8, $2; "
+            "ld.shared.v2.b32 {n, m}, [l]; redux.sync.min.u32 $0, n, -1; redux.sync.max.s32 $1, m, -1; }"
         )
-        def run(_, counters, bins, keys, places, key, state):
-            key, pairs = key.registers.item(), zip(elements(keys), elements(places), strict=True)
-            return self._narrow(counters, bins, EQUAL_IN_RANGE, [[*pair, key] for pair in pairs], state)
+        low, high = ptx(code, base, result_types=[i32()] * 2, has_side_effects=True, convergent=True)
+        return [splat(arith.addi(low, least)), splat(high)]
 
-        return tuple(run(counters, bins, keys, places, key, list(state)))
+    return run(counters, keys)
 
-    def _narrow(self, counters, bins, code: str, values, state) -> list[Any]:
-        low, extent, wanted, _ = (x.registers.item() for x in state)
-        base, first_bin, (shift, last, outside) = shared(counters), shared(bins), divided(extent)
-        for value in values:
-            ptx(code, low, outside, shift, first_bin, *value, has_side_effects=True)
+
+def collect(counters, keys, places, least, ref, index, slots: int) -> None:
+    """Stores the keys from `least` on, which is above EMPTY, with their places, in any order.
+
+    There are at most `slots` of them.  Keys go to the first half of `ref`, places to the second: to part `index[1]`
+    of row `index[0]`, or without `index` to shared memory.  The remaining slots become EMPTY.
+    """
+    own = layout(keys.size)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own, own, SCALAR, plgpu.RefType(), [SCALAR] * len(index)))
+    def run(_, counters, keys, places, least, ref, index):
+        least, index = least.registers.item(), [i.registers.item() for i in index]
+        keys, places = elements(keys), elements(places)
+        own = ptx(count(len(keys)), least, *keys, result_types=i32())
+        base = shared(counters)
+        before = arith.subi(scanned(base, own, down=False), own)
         wait_for_all()
-        address = self._bins(bins)
-        held = [*ptx(LOAD_BINS, address, result_types=[i32()] * VECTOR, has_side_effects=True)]
-        ptx(ZERO, address, has_side_effects=True)
-        first = arith.muli(thread(), c32(VECTOR))
-        for n in range(VECTOR):
-            inside = arith.cmpi(arith.CmpIPredicate.sle, arith.addi(first, c32(n)), last)
-            held[n] = arith.select(inside, held[n], c32(0))
-        own = arith.addi(arith.addi(held[0], held[1]), arith.addi(held[2], held[3]))
-        from_own = scanned(base, own, down=True)
-        wait_for_all()
-        from_own = arith.addi(from_own, of_others(base, self._warps, "le")[0])
-        above = arith.subi(from_own, own)
-        # The thread whose bins have the last key that is wanted, or else the first thread.
-        enough = arith.cmpi(arith.CmpIPredicate.sge, from_own, wanted)
-        enough = arith.ori(enough, arith.cmpi(arith.CmpIPredicate.eq, thread(), c32(0)))
-        found = arith.andi(enough, arith.cmpi(arith.CmpIPredicate.slt, above, wanted))
-        in_bin, bin_ = held[-1], c32(VECTOR - 1)
-        for n in reversed(range(VECTOR - 1)):
-            with_bin = arith.addi(above, in_bin)
-            enough = arith.cmpi(arith.CmpIPredicate.sge, with_bin, wanted)
-            above = arith.select(enough, above, with_bin)
-            in_bin, bin_ = arith.select(enough, in_bin, held[n]), arith.select(enough, bin_, c32(n))
-        low = arith.addi(low, arith.shli(arith.addi(first, bin_), shift))
-        code = f"st.shared.v4.b32 [$0 + {FOUND}], {{$1, $2, $3, $3}};"
-        ptx(code, base, low, arith.subi(wanted, above), in_bin, predicate=found)
-        wait_for_all()
-        code = f"{{ .reg .b32 n; ld.shared.v4.b32 {{$0, $1, $2, n}}, [$3 + {FOUND}]; }}"
-        low, wanted, in_bin = ptx(code, base, result_types=[i32()] * 3, has_side_effects=True)
-        extent = arith.subi(arith.shli(c32(1), shift), c32(1))
-        return [splat(x) for x in (low, extent, wanted, in_bin)]
-
-    def _bins(self, bins) -> Any:
-        """The address of the thread's bins."""
-        return arith.addi(shared(bins), arith.muli(thread(), c32(4 * VECTOR)))
-
-    def extremes(self, counters, keys) -> Any:
-        """The smallest key other than EMPTY, and the largest key.  If all are EMPTY, the former is arbitrary."""
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout(keys.size)), return_type=[NUMBER] * 2)
-        def run(_, counters, keys):
-            least = c32(EMPTY + 1)
-            low, high = c32(-1), c32(EMPTY)
-            for key in elements(keys):
-                # EMPTY is one below `least`, and so the largest of these unsigned differences.
-                low, high = arith.minui(low, arith.subi(key, least)), arith.maxsi(high, key)
-            base = arith.addi(shared(counters), c32(EXTREMES))
-            code = (
-                "{ .reg .pred p; .reg .b32 n, m, a, w, l; redux.sync.min.u32 n, $1, -1; redux.sync.max.s32 m, $2, -1; "
-                + OWN.format(lane=0)
-                + "mad.lo.s32 a, w, 8, $0; @p st.shared.v2.b32 [a], {n, m}; }"
-            )
-            ptx(code, base, low, high, has_side_effects=True, convergent=True)
-            wait_for_all()
-            code = (
-                f"{{ .reg .b32 n, m, l; mov.u32 l, %laneid; min.u32 l, l, {self._warps - 1}; mad.lo.s32 l, l, 8, $2; "
-                "ld.shared.v2.b32 {n, m}, [l]; redux.sync.min.u32 $0, n, -1; redux.sync.max.s32 $1, m, -1; }"
-            )
-            low, high = ptx(code, base, result_types=[i32()] * 2, has_side_effects=True, convergent=True)
-            return [splat(arith.addi(low, least)), splat(high)]
-
-        return run(counters, keys)
-
-    def collect(self, counters, keys, places, least, ref, index, slots: int) -> None:
-        """Stores the keys from `least` on, which is above EMPTY, with their places, in any order.
-
-        There are at most `slots` of them.  Keys go to the first half of `ref`, places to the second: to part `index[1]`
-        of row `index[0]`, or without `index` to shared memory.  The remaining slots become EMPTY.
-        """
-        own = layout(keys.size)
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), own, own, SCALAR, plgpu.RefType(), [SCALAR] * len(index)))
-        def run(_, counters, keys, places, least, ref, index):
-            least, index = least.registers.item(), [i.registers.item() for i in index]
-            keys, places = elements(keys), elements(places)
-            own = ptx(count(len(keys)), least, *keys, result_types=i32())
-            base = shared(counters)
-            before = arith.subi(scanned(base, own, down=False), own)
-            wait_for_all()
-            earlier, chosen = of_others(base, self._warps, "ge")
-            slot, last = arith.addi(before, earlier), c32(slots)
-            space, width = ("global" if index else "shared"), ir.MemRefType(ref.type).shape[-1]
-            if index:
-                row, part = index
-                index, first = [row], arith.muli(part, c32(slots))
-                slot, chosen, last = (arith.addi(first, x) for x in (slot, chosen, last))
+        earlier, chosen = of_others(base, "ge")
+        slot, last = arith.addi(before, earlier), c32(slots)
+        space, width = ("global" if index else "shared"), ir.MemRefType(ref.type).shape[-1]
+        if index:
+            row, part = index
+            index, first = [row], arith.muli(part, c32(slots))
+            slot, chosen, last = (arith.addi(first, x) for x in (slot, chosen, last))
+        address = element(ref, (*index, slot), width)
+        code = STORE.format(space=space, bits=address.type.width, half=2 * width)
+        for key, place in zip(keys, places, strict=True):
+            address = ptx(code, address, key, least, place, result_types=address.type, has_side_effects=True)
+        for n in range(-(-slots // THREADS)):
+            slot = arith.addi(chosen, arith.addi(thread(), c32(n * THREADS)))
+            free = arith.cmpi(arith.CmpIPredicate.slt, slot, last)
             address = element(ref, (*index, slot), width)
-            code = STORE.format(space=space, bits=address.type.width, half=2 * width)
-            for key, place in zip(keys, places, strict=True):
-                address = ptx(code, address, key, least, place, result_types=address.type, has_side_effects=True)
-            for n in range(-(-slots // self.threads)):
-                slot = arith.addi(chosen, arith.addi(thread(), c32(n * self.threads)))
-                free = arith.cmpi(arith.CmpIPredicate.slt, slot, last)
-                address = element(ref, (*index, slot), width)
-                for offset, rest in ((0, EMPTY), (2 * width, 0)):
-                    ptx(f"st.{space}.b32 [$0 + {offset}], $1;", address, c32(rest), predicate=free)
+            for offset, rest in ((0, EMPTY), (2 * width, 0)):
+                ptx(f"st.{space}.b32 [$0 + {offset}], $1;", address, c32(rest), predicate=free)
 
-        run(counters, keys, places, least, ref, list(index))
+    run(counters, keys, places, least, ref, list(index))

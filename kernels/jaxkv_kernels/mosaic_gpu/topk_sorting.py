@@ -25,8 +25,9 @@ from jaxkv_kernels.mosaic_gpu.topk_chunk import (
     LANES,
     LOAD_BINS,
     NUMBER,
+    THREADS,
     VECTOR,
-    WARP,
+    WARPGROUPS,
     divided,
     of_others,
     scanned,
@@ -87,9 +88,7 @@ def layout(size: int) -> Any:
     return plgpu.Layout.WG_STRIDED((size,), 1)
 
 
-def store_sorted(
-    refs, counters, bins, low, high, out_ref, row, k: int, tables: BlockTables | None, warpgroups: int
-) -> None:
+def store_sorted(refs, counters, bins, low, high, out_ref, row, k: int, tables: BlockTables | None) -> None:
     """Sorts keys and places in shared memory, and stores the places of the first `k` to a row; -1 for EMPTY.
 
     With `tables`, stores the slots of the places.
@@ -98,7 +97,7 @@ def store_sorted(
     keys is a power of two, at least the threads of the CTA.  Keys that are not EMPTY are from `low` to `high`, and are
     before all others.  `bins` are 0.
     """
-    sort = Sort(refs[0], warpgroups)
+    sort = Sort(refs[0])
     *elements, crowded = sort.count(counters, bins, low, high)
     table_refs = [] if tables is None else [tables.array]
 
@@ -130,12 +129,11 @@ def store_sorted(
 class Sort:
     """Sorts the keys and places of a CTA: by `count` and `ranked`, or by a network."""
 
-    def __init__(self, ref, warpgroups: int):
+    def __init__(self, ref):
         self._ref = ref
-        self._threads = warpgroups * LANES
         self.size = ref.shape[0] // 2
-        self._own_bits = (self.size // self._threads).bit_length() - 1
-        self._of_warpgroup = self.size // warpgroups
+        self._own_bits = (self.size // THREADS).bit_length() - 1
+        self._of_warpgroup = self.size // WARPGROUPS
         self.layout = layout(self._of_warpgroup)
 
     def step(self, own: Callable[..., Any], arrays, scalars=(), refs=()) -> tuple[Any, ...]:
@@ -195,12 +193,12 @@ class Sort:
             start = arith.subi(scanned(base, own, down=False), own)
             code = f"{{ .reg .pred p; setp.gt.s32 p, $1, {CROWDED}; bar.red.or.pred p, 0, p; selp.b32 $0, 1, 0, p; }}"
             crowded = ptx(code, crowded, result_types=i32(), has_side_effects=True, convergent=True)
-            start = arith.addi(start, of_others(base, self._threads // WARP, "ge")[0])
+            start = arith.addi(start, of_others(base, "ge")[0])
             starts = [start]
             for number in held:
                 starts.append(arith.addi(starts[-1], number))
             ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *starts[:VECTOR], has_side_effects=True)
-            last_thread = arith.cmpi(arith.CmpIPredicate.eq, thread(), c32(self._threads - 1))
+            last_thread = arith.cmpi(arith.CmpIPredicate.eq, thread(), c32(THREADS - 1))
             ptx(f"st.shared.b32 [$0 + {4 * VECTOR}], $1;", address, starts[VECTOR], predicate=last_thread)
             wait_for_all()
             pairs = zip(keys, places, counted, strict=True)
@@ -223,12 +221,12 @@ class Sort:
             addresses = (arith.addi(first, arith.muli(x, c32(8))) for x in (start, end))
             larger = ptx(LARGER_IN_BIN, key, place, *addresses, result_types=i32(), has_side_effects=True)
             empty = arith.cmpi(arith.CmpIPredicate.eq, key, c32(EMPTY))
-            own = arith.addi(thread(), c32(n * self._threads))
+            own = arith.addi(thread(), c32(n * THREADS))
             rank = arith.select(empty, own, arith.addi(start, larger))
             self._store_pair(element(ref, (rank,), self.size), 0, key, place)
         wait_for_all()
         pairs = self._load_all(ref, thread())
-        return [(arith.addi(thread(), c32(n * self._threads)), *pair) for n, pair in enumerate(pairs)]
+        return [(arith.addi(thread(), c32(n * THREADS)), *pair) for n, pair in enumerate(pairs)]
 
     def network(self, arrays) -> tuple[Any, ...]:
         """Keys and complements of places, sorted, largest first."""
@@ -260,7 +258,7 @@ class Sort:
         partner = arith.xori(thread(), arith.shli(c32(1), distance))
         elements, start = _elements(arrays), element(refs[0], (thread(),), self.size)
         for n, pair in enumerate(elements):
-            self._store_pair(start, n * self._threads, *pair)
+            self._store_pair(start, n * THREADS, *pair)
         wait_for_all()
         others = self._load_all(refs[0], partner)
         found = [_taken(own, other, smaller) for own, other in zip(elements, others, strict=True)]
@@ -280,7 +278,7 @@ class Sort:
                 ptx(LOAD.format(4 * (n + half)), start, result_types=i32(), has_side_effects=True)
                 for half in (0, self.size)
             ]
-            for n in range(0, self.size, self._threads)
+            for n in range(0, self.size, THREADS)
         ]
 
 
