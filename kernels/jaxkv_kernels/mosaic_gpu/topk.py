@@ -132,7 +132,7 @@ def _keep(values, tables: BlockTables | None, *, kept: bool, size: int, count: i
             return
         plgpu.inline_mgpu()(lambda _: wait_for_all())()
         low = jnp.maximum(low, least)
-        high = jnp.maximum(low, high)  # without keys above EMPTY, `high` is EMPTY
+        high = jnp.maximum(low, high)  # `high` is EMPTY if no value is finite
         topk_sorting.store_sorted(memory, counters, bins, low, high, out_ref, row, k, slots)
 
     memory = [COUNTERS, BINS + 1]

@@ -25,7 +25,7 @@ THREADS = WARPGROUPS * LANES
 WARPS = THREADS // WARP
 UNIT = THREADS * VECTOR
 """The number of elements of a chunk is a multiple of this."""
-EMPTY, NAN = -0x7F800001, 0x7FFFFFFF
+EMPTY, INFINITY, NAN = -0x7F800001, 0x7F800000, 0x7FFFFFFF
 COUNTERS = 4 * WARPS
 """int32 words of shared memory: a count per warp, FOUND, EXTREMES."""
 FOUND, EXTREMES = 4 * WARPS, 8 * WARPS
@@ -298,7 +298,7 @@ def _bins(bins) -> Any:
 
 
 def extremes(counters, keys) -> Any:
-    """The smallest key other than EMPTY, and the largest key.  If all are EMPTY, the former is arbitrary."""
+    """The smallest key other than EMPTY, and the largest of a finite value.  Without such keys, they are arbitrary."""
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout(keys.size)), return_type=[NUMBER] * 2)
     def run(_, counters, keys):
@@ -306,7 +306,9 @@ def extremes(counters, keys) -> Any:
         low, high = c32(-1), c32(EMPTY)
         for key in elements(keys):
             # EMPTY is one below `least`, and so the largest of these unsigned differences.
-            low, high = arith.minui(low, arith.subi(key, least)), arith.maxsi(high, key)
+            low = arith.minui(low, arith.subi(key, least))
+            finite = arith.cmpi(arith.CmpIPredicate.slt, key, c32(INFINITY))
+            high = arith.maxsi(high, arith.select(finite, key, c32(EMPTY)))
         base = arith.addi(shared(counters), c32(EXTREMES))
         code = (
             "{ .reg .pred p; .reg .b32 n, m, a, w, l; redux.sync.min.u32 n, $1, -1; redux.sync.max.s32 m, $2, -1; "

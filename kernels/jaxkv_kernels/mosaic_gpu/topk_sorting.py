@@ -46,10 +46,13 @@ OFFSET = (
 )
 """2**-8 times the difference of two values."""
 DISTANCE = (
-    "{ .reg .f32 x, y; mov.b32 x, $1; mov.b32 y, $2; sub.rn.f32 x, x, y; mov.b32 y, $3; add.rn.f32 x, x, y; "
-    "mov.b32 $0, x; }"
+    "{ .reg .f32 x, y; mov.b32 x, $1; mov.b32 y, $3; min.f32 x, x, y; mov.b32 y, $2; sub.rn.f32 x, x, y; "
+    "mov.b32 y, $4; add.rn.f32 x, x, y; mov.b32 $0, x; }"
 )
-"""The bits of the distance of a value from the lowest value, plus an offset.  They are in the order of the values."""
+"""The bits of the distance of a value from the lowest one, plus an offset.  They are in the order of the values.
+
+Operands: the value, the lowest and the highest one, the offset.  NaN, and values above the highest, count as that.
+"""
 IN_BIN = (
     "{ .reg .pred p; .reg .b32 n; setp.eq.s32 p, $2, %EMPTY; sub.s32 n, $4, $3; selp.b32 n, -1, n, p; "
     "min.u32 n, n, $5; shr.u32 n, n, $6; mad.lo.u32 $0, n, 4, $7; atom.shared.add.u32 $1, [$0], 1; }"
@@ -94,8 +97,8 @@ def store_sorted(refs, counters, bins, low, high, out_ref, row, k: int, tables: 
     With `tables`, stores the slots of the places.
 
     `refs` are the keys and places, which are halves of an array, and memory for as many pairs of these.  The number of
-    keys is a power of two, at least the threads of the CTA.  Keys that are not EMPTY are from `low` to `high`, and are
-    before all others.  `bins` are 0.
+    keys is a power of two, at least the threads of the CTA.  Keys that are not EMPTY are from `low` to `high`, or those
+    of infinity and NaN, and are before all others.  `bins` are 0.
     """
     sort = Sort(refs[0])
     *elements, crowded = sort.count(counters, bins, low, high)
@@ -174,7 +177,7 @@ class Sort:
             low, high, *values = (ptx(VALUE, key, result_types=i32()) for key in (low, high, *keys))
             offset = ptx(OFFSET, high, low, result_types=i32())
             low, high, *distances = (
-                ptx(DISTANCE, value, low, offset, result_types=i32()) for value in (low, high, *values)
+                ptx(DISTANCE, value, low, high, offset, result_types=i32()) for value in (low, high, *values)
             )
             shift, last, outside = divided(arith.subi(high, low))
             counted = []

@@ -7,7 +7,7 @@ from jax.experimental import pallas as pl
 from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.formats.bits import ordered_bits
 from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables
-from jaxkv_kernels.mosaic_gpu.topk_chunk import BINS, EMPTY, NAN
+from jaxkv_kernels.mosaic_gpu.topk_chunk import BINS, EMPTY, INFINITY, NAN
 
 
 def load_logits(ref, row, first, size: int):
@@ -58,9 +58,10 @@ def narrow_places(counters, bins, keys, places, key, state):
 
 
 def extremes(counters, keys):
-    """The smallest key other than EMPTY, and the largest key."""
+    """The smallest key other than EMPTY, and the largest of a finite value."""
     del counters
-    return jnp.where(keys == EMPTY, jnp.iinfo(jnp.int32).max, keys).min(), keys.max()
+    low = jnp.where(keys == EMPTY, jnp.iinfo(jnp.int32).max, keys).min()
+    return low, jnp.where(keys < INFINITY, keys, EMPTY).max()
 
 
 def collect(counters, keys, places, least, ref, index, slots: int) -> None:
