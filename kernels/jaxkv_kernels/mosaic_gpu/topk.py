@@ -16,6 +16,7 @@ memory to a few registers of each thread, so that the further steps are short.
 
 What bounds it, for 32,768 logits: the instructions of the first histogram, 7 per logit, and of collecting candidates, 8
 per logit.  Then the latency of 20 barriers, and of what the threads do between them.
+On an H100, 64 rows of 32,768 normal logits take 0.0108 ms for k = 2,048, rows of equal logits 0.0215.
 Barriers.  One of the CTA: three per histogram, two per collection, and in the sort.
 Budget.  Registers: 64 logits per thread or, in later launches, 32 and as many positions.  Shared memory: 8 KiB of bins.
 With S for k rounded up to a power of two, at least 512: 16 S bytes, at least 16 KiB, for candidates, unless the chunk
