@@ -3,10 +3,10 @@
 Entries are copied to shared memory as they are, each by one bulk copy.  Lane l < 16 of warp w of the producer has row
 16 w + l of each tile.  It loads the row's slot one tile ahead, and starts the copy once the stage is free.
 
-What bounds it: an H100 copies random rows of 656 bytes at 2.05 TB/s, two thirds of the rate of consecutive ones.  For 64
-requests of 2,048 slots, the copies alone take 0.042 ms; with 16 heads, this kernel and `combine` take 0.049.  Copies of
-16 bytes per lane (`cp.async`) are no faster, and take 0.055 with a prefetch size of 256 bytes, since rows do not begin
-at multiples of it.
+What bounds it: an H100 copies random rows of 656 bytes at 2.05 TB/s, two thirds of the rate of consecutive ones.  For
+64 requests of 2,048 slots, the copies alone take 0.042 ms; with 16 heads, this kernel and `combine` take 0.049.  Copies
+of 16 bytes per lane (`cp.async`) are no faster, and take 0.055 with a prefetch size of 256 bytes, since rows do not
+begin at multiples of it.
 
 A masked key (slot below 0 or past the cache, or position past the count) is a row of zeros, which its lane stores.  A
 bit per row shows consumers which keys are masked: scores of zeros are 0, and must not count.
