@@ -71,6 +71,8 @@ KiB = 225 KiB of 227.  Registers: 240 per lane for consumers, 24 for the produce
 Quantised entries (`fp8`).  The stored bytes of half a tile take half the shared memory of its float16 values.  TMA
 copies them to the first half of that memory, and the producer converts them to float16 in place
 (`E4M3Tiles.convert`): it waits for k_landed and arrives k_full, in the order in which the consumers use the halves.
+Both CTAs of a cluster convert all keys.  If each converted half of a tile and stored it to the shared memory of both,
+128 requests of 4,096 tokens with 128 heads would take 0.416 ms on an H100 instead of 0.278 (`gather_keys.py`).
 The timeline of the consumers is the same.  `E4M3Tiles` has all differences from `PlainTiles`, which leave enough
 registers for the producer:
 
@@ -385,7 +387,9 @@ class MLADense:
         cta = CTA(self, operands, self.tiles_type(self, scratch), partition, rank, row_tile * TILE)
 
         def consumer(side):
-            exchange = cluster_sharing.Exchange.of(exchanged, partition, scratch, rank) if self.plan.shared else None
+            exchange = None
+            if self.plan.shared:
+                exchange = cluster_sharing.Exchange.of(exchanged, partition, scratch, rank, interpret=self.interpret)
             Consumer(cta, side, results, exchange).run()
 
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.

@@ -12,7 +12,7 @@ import jaxkv
 from jaxkv import masks
 from jaxkv.ops import OPERATIONS
 from jaxkv_kernels.mosaic_gpu.combine import combine
-from jaxkv_kernels.mosaic_gpu.decode import GATHERED, by_slots
+from jaxkv_kernels.mosaic_gpu.decode import GATHERED
 from jaxkv_kernels.mosaic_gpu.epilogue import KernelResults
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
@@ -327,9 +327,8 @@ def assert_lowers(entry, order, tokens, heads, block_size, cap, window=None):
     traced = jax.jit(decode).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)
-    # Planning reads the lengths early, and combining reads the split requests: request, first split, number of splits.
-    # Calls by slot are planned by one kernel, which reads nothing early: XLA computes its counts.
-    planning = [[]] if by_slots(entry, tokens * heads) else [[], [(4,)]]
+    # Only combining reads early: the split requests, each with its first split and the number of splits.
+    planning = [[], []]
     assert read_early(traced.jaxpr) == [*planning, [], 3 * [(4, 3)]]
     assert combining[3] == attention[-1]  # the plan's, so combine may read them early
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):

@@ -359,7 +359,7 @@ def test_lowers_for_hopper(form, case):
         arrays += (None,)
     traced = jax.jit(decode_sparse(layout, logit_cap=cap)).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    planning = [[]] if counts else []  # counts are planned by a kernel, constants by XLA at once
+    planning = [[], []] if counts else []  # counts are planned by kernels, constants by XLA at once
     assert len(kernel_operands(text)) == len(planning) + 2
     # Combining reads only split_requests before attention has ended.
     assert read_early(traced.jaxpr) == [*planning, [], 3 * [(8, 3)]]
