@@ -8,14 +8,14 @@ What bounds it: an H100 copies random rows of 656 bytes at 2.05 TB/s, two thirds
 of 16 bytes per lane (`cp.async`) are no faster, and take 0.055 with a prefetch size of 256 bytes, since rows do not
 begin at multiples of it.
 
-A masked key (slot below 0 or past the cache, or position past the count) is a row of zeros, which its lane stores.  A
-bit per row shows consumers which keys are masked: scores of zeros are 0, and must not count.
+A masked key (slot below 0 or past the cache, or position past the count) is a row of zeros, which its lane stores.  One
+bit per row tells consumers whether the key counts (1) or is masked (0): the scores of zeros are 0, not -inf.
 
 Barriers.  A tile's barrier completes when all 64 rows have arrived (1 per row) and the bytes of their copies have
 landed.  It is in `stats` (`lane_barriers.py`), as are the bits:
 
-    row 24 of `stats`    4 words per stage: per warp, a bit for each of its 16 rows
-    row 25               2 words per stage: the barrier
+    row KNOWN of `stats`    4 words per stage: per warp, a bit for each of its 16 rows
+    row LANDED              2 words per stage: the barrier
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ from jaxkv_kernels.mosaic_gpu.sizes import TILE
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import WorkTile
 
 KNOWN, LANDED = STATS, STATS + 1
-"""Rows of `stats`: the bits of masked keys, and the barriers of tiles."""
+"""Rows of `stats`: a bit per key, 1 if it is not masked, and the barriers of tiles."""
 MOST_STAGES = N // 4
 """Stages for which a row of `stats` has bits."""
 OWN = plgpu.Layout.WG_STRIDED((lanes.LANES,), 1)
@@ -94,7 +94,7 @@ class SlotKeys:
         return SlotLoader(self, jnp.where(in_cache, layer, 0), jnp.where(in_cache, self.source.pages.num_slots, 0))
 
     def wait(self, stage, use) -> None:
-        """Waits for a tile, for whose stage it is use number `use` / stages."""
+        """Waits for tile number `use`: `use` // stages is the phase of the barrier of its stage."""
         self.landed.wait_for_copies(stage, lax.div(use, jnp.int32(self.raw.shape[0])))
 
     def clear_unseen(self, place) -> None:

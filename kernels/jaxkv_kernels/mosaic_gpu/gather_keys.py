@@ -1,7 +1,7 @@
 """The producer of sparse attention: gathers keys of chosen slots into the shared memory that wgmma reads.
 
-TMA has no gather on Hopper, so a warpgroup gathers, 16 bytes (a chunk) per lane and instruction, pair of tiles by pair,
-for the consumers of `mla_sparse.py`.
+TMA cannot gather on Hopper.  A warpgroup does it instead, one pair of key tiles at a time, for the consumers of
+`mla_sparse.py`.  Each lane moves 16 bytes, a chunk, per instruction.
 
 Entries of bf16 and f16 are copied to swizzled shared memory without passing through registers (`cp.async`).  A lane has
 row 4 * warp + lane // 8 of every 16 rows, and copies one chunk of each line (128 bytes) of these rows.  It computes the
@@ -17,9 +17,14 @@ spreads over all banks.  Latents of 448 values are followed by zeros.  bf16 rota
 copied.  e4m3 rotary keys are 64 bytes: each lane loads chunks of two rows before the latents of the tile are stored,
 and stores them after these.
 
-A row has one slot and one set of scales.  A lane loads those of a single row, called its own row: one of the 16 rows of
-its warp, or half of those of this row.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or
-past the cache, or position past the count) is a row of zeros with factor -1.
+A lane loads the slot and the scales of one row, its own row.  (If a row has many scales, lanes l and l + 16 load half
+of them each.)  Shuffles pass them to the lanes that need them.  With row = 16 * group + 4 * warp + i:
+
+    own row of lane l             group = l % 16 // 4, i = l % 4; lanes l and l + 16 have the same
+    rows whose chunks it loads    i = l % 4, all four groups; `Lane.owners` are the lanes that own them
+    rows that it copies           i = l // 8, all four groups (`CopyLane`)
+
+A masked key (slot below 0 or past the cache, or position past the count) is a row of zeros with factor -1.
 
 Timeline.  Two tiles before a tile is fetched, its slots are loaded and, with `prefetch`, its rows are prefetched to the
 L2 cache.
@@ -31,13 +36,13 @@ Tiles of quantised entries are stored unit by unit.  Loads run ahead of stores b
 or work tile to the next: while a unit is converted and stored, the next ones are being loaded.  Scales are loaded a
 tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
 
-Two CTAs that attend to the same keys, with other heads, each convert all of them.  If each converted half of a tile and
-stored it to the shared memory of both, by `st.async`, which moves 20 bytes per cycle, 128 requests with 128 heads and
-2,048 slots of `fp8_ds_mla` entries would take 0.236 ms instead of 0.192.
+Two CTAs that attend to the same keys, with other heads, each convert all of them.  Sharing the conversion was slower:
+if each converts half of a tile, and stores it to the shared memory of both by `st.async` (20 bytes per cycle), 128
+requests with 128 heads and 2,048 slots of `fp8_ds_mla` entries take 0.236 ms on an H100 instead of 0.191.
 
 Barriers.  Consumers wait for half a tile of keys, which the producer's lanes store or copy to shared memory.  Copies
-(`cp.async`) are asynchronous.  A lane therefore requests an arrival, which takes effect once its copies have
-landed (`cp.async.mbarrier.arrive`).  Pallas has no such arrivals, so these barriers are words of `stats`
+(`cp.async`) are asynchronous.  A lane therefore issues an arrival that completes once its copies have landed
+(`cp.async.mbarrier.arrive`).  Pallas has no such arrivals, so these barriers are words of `stats`
 (`lane_barriers.py`).
 """
 

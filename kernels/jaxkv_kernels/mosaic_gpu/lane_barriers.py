@@ -1,4 +1,7 @@
-"""Barriers at which every lane of a producer arrives for itself."""
+"""Barriers (mbarriers) in an array of shared memory, at which each lane arrives by inline PTX.
+
+Pallas's barriers cannot be passed to inline PTX.  Waits are given the phase.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +21,7 @@ class LaneBarriers:
     """`count` barriers in shared memory."""
 
     memory: Any
-    """Shared memory with rows of 32-bit elements, 8 bytes of which each barrier takes from `place` on."""
+    """Shared memory with rows of 32-bit elements; barrier n takes two elements, from column 2 n after `place` on."""
     place: tuple[int, int]
     """Row and column."""
     count: int
@@ -48,7 +51,7 @@ class LaneBarriers:
         arrive(self.memory)
 
     def wait(self, n: int, phase) -> None:
-        """Waits for barrier `n` to complete for the `phase`-th time, counted from 0; wgmma may then read the memory."""
+        """Waits for completion number `phase` of barrier `n`, counted from 0; wgmma may then read the memory."""
 
         @plgpu.inline_mgpu(arg_types=(PLAIN, SCALAR))
         def wait(_, ref, phase):

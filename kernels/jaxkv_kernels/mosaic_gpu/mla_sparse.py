@@ -23,7 +23,7 @@ Timeline of a pair, whose key tiles are K0 and K1.  Each consumer warpgroup hold
     copies K0 right, rotary keys           arrives k_free[0]                meanwhile softmax of S1
     in the first pair, the queries                                          arrives k_free[1]
                       -> q_free                                           O1 += P1 K1 right, arrives k_free[3]
-    K1 likewise, right half first                                           meanwhile P1: arrives p_ready[1]
+    K1 likewise (factors, right half, ...)                                  meanwhile P1: arrives p_ready[1]
                       -> k_free[3], [2]  O0 += P1 K1 left  -> p_ready[1]
                                            arrives k_free[2]
 
@@ -32,8 +32,8 @@ The columns are `GatherTiles.run` with `_fetch_pair` (`gather_keys.py`), `Consum
 producer goes on to the next half.
 
 For `fp8_v4` entries, V is the whole entry, RoPE included: K = V (`gather_fp8_v4.py`).  Their rotary parts are the last
-columns of K, and those of the queries the last columns of Q: what this page says of rotary keys and queries does not
-concern them.  Their slots may be in two caches, of which the second one's tiles follow those of the first.
+columns of K, and those of the queries the last columns of Q: ignore what follows about rotary keys and queries
+for them.  Their slots may be in two caches, of which the second one's tiles follow those of the first.
 
 Tiles of quantised entries are not copied: they pass through registers of the producer, which converts them.  Its loads
 run ahead of its stores, also from one tile or work tile to the next (`gather_keys.py`), so that the values of a half
@@ -69,8 +69,17 @@ These order every reuse.  P1 overwrites P0 once consumer 1, its only reader, has
 P1 once consumer 0, its only reader, has multiplied it.  Factors and rotary keys of a tile are read by one
 consumer, before it frees the half that was stored first.  Automatic barriers are off, as in `mla_dense.py`.
 
-Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB of 227; 202 KiB for
-`fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the producer; 208 and 88 for quantised entries.
+Budget.  Shared memory: Q 72 KiB + K 128 KiB + rotary keys 16 KiB + P 8 KiB + stats 2 KiB = 226 KiB, and 80 bytes of
+Pallas's barriers, of 227 KiB; 202 KiB for `fp8_v4` entries.  Registers: 224 per lane for consumers, 56 for the
+producer; 208 and 88 for quantised entries.  Pallas places each array at a multiple of 1,024 bytes, so `stats`, float32
+[8, 64], cannot have another row:
+
+    0        the running max; at the end of a work tile, the lse
+    1, 2     row sums of the consumers (`epilogue.py`)
+    3, 4     largest magnitudes of the queries, by consumer (Q_MAX), if queries are converted
+    5, 6     factors of key tiles 0 and 1 (FACTOR)
+    7        columns 0 to 7: whether tiles have factors other than 1, by tile and warp (FLAG); columns 32 to 43:
+             barriers of two words each (BARRIERS)
 """
 
 from collections.abc import Iterator

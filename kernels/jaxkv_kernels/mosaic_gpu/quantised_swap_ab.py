@@ -306,7 +306,7 @@ class PageKeys:
         return PageLoader(self, self.source.tiles.loader(self.kv_refs, self.table, jnp.where(in_cache, layer, 0), head))
 
     def wait(self, stage, use) -> None:
-        """Waits for a tile, for whose stage it is use number `use` / stages."""
+        """Waits for tile number `use`: `use` // stages is the phase of the barrier of its stage."""
         del use
         plgpu.barrier_wait(self.k_full.at[stage])
 

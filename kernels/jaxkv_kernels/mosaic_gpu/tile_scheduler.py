@@ -4,18 +4,21 @@ A plan is computed on the device from the lengths, once for all layers of a step
 
 The tokens of a request are counted in steps: pairs of 64-token tiles, or single tiles for MLA calls with few rows.  By
 default, the steps of all requests are laid end to end, and the line is divided into equal partitions: as many as fill
-the GPU, with a CTA for each partition, tile of rows and KV head.  Several divisions are compared: into as many
-partitions as fill the GPU or somewhat fewer, with and without gaps between requests, which stand for the cost of
-beginning and ending a request, and one that leaves all requests whole, if there are enough partitions.  The division
-with the least estimated time is used: the time of its longest partition and of combining its splits.
+the GPU, with a CTA for each partition, tile of rows and KV head.
+
+Several divisions are compared.  The candidates have from 7/8 of the partitions that fill the GPU up to all of them,
+each with and without gaps between requests (a gap is the cost of beginning and ending one).  Another one splits no
+request, if there are enough partitions.  The candidate with the least estimated time is used: the time of its longest
+partition and of combining its splits.
+
 A batch-invariant plan splits a request by its own length alone.
 
 A work tile is the part of a request that lies in one partition.  The work tiles of a request that was divided store
 splits, which `combine` merges.
 
 `Problem` and `Division` have the arithmetic of one request, boundary or work tile.  `divide_by_xla` applies it to
-arrays of all of them; two small kernels compute the same plan in less time.  In a kernel, a vector has an element per
-lane, or several, and scalars are the same in all lanes.
+arrays of all of them; two small kernels compute the same plan in less time.  In the kernels, vectors are spread over
+lanes, and scalars are uniform.
 
 Timeline of `compare`, a CTA of one warpgroup per candidate division and per request:
 

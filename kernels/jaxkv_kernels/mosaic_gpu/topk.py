@@ -1,14 +1,14 @@
 """The positions of the k largest logits of each row.
 
 A CTA of four warpgroups has up to 32,768 logits of a row in registers.  It searches for the k-th largest, and keeps the
-k largest in any order.  Further launches select from what the chunks of a row have kept, until that fits in a single
-chunk.  The last launch sorts its k largest, and looks up their slots.  Timeline of a CTA:
+k largest in any order.  If a row has several chunks, further launches select among what these kept, until one chunk
+holds it all.  The last launch sorts its k largest, and looks up their slots.  Timeline of a CTA:
 
     load, first histogram | collect candidates | load them | histograms | collect | sort, or store what is kept
 
 A histogram counts the keys of a range in 2,048 bins of shared memory.  The bin that has the k-th largest key becomes
 the next range, so that three histograms suffice.  The search ends earlier if a bin has no more keys than are still
-needed.  If more logits than needed equal the k-th largest, it goes on over their positions.
+needed.  If too many logits equal the k-th largest, it goes on over their positions, and keeps the first ones.
 
 The first histogram covers all float32 numbers, and has four bins per power of two.  Keys are counted as they arrive.
 Usually, few keys are in the bin of the k-th largest.  These and the larger ones, the candidates, go through shared
@@ -17,10 +17,12 @@ memory to a few registers of each thread, so that the further steps are short.
 What bounds it, for 32,768 logits: the instructions of the first histogram, 7 per logit, and of collecting candidates, 8
 per logit.  Then the latency of 20 barriers, and of what the threads do between them.
 On an H100, 64 rows of 32,768 normal logits take 0.0108 ms for k = 2,048, rows of equal logits 0.0215.
-Barriers.  One of the CTA: three per histogram, two per collection, and in the sort.
+
+Barriers.  Only that of the CTA (`bar.sync 0`): three times per histogram, twice per collection, and in the sort.
+
 Budget.  Registers: 64 logits per thread or, in later launches, 32 and as many positions.  Shared memory: 8 KiB of bins.
-With S for k rounded up to a power of two, at least 512: 16 S bytes, at least 16 KiB, for candidates, unless the chunk
-is as small; in the last launch 16 S bytes to sort, for keys, positions, and pairs of these.
+Let S be k rounded up to a power of two, at least 512.  Candidates take 16 S bytes, at least 16 KiB, or none if the
+chunk is as small.  The last launch takes 16 S bytes to sort, for keys, positions, and pairs of these.
 """
 
 from collections.abc import Iterator

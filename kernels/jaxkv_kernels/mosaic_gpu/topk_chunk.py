@@ -1,9 +1,9 @@
-"""A chunk of a row of logits in the registers of a CTA, or what is left of it, and the operations of the search in it.
+"""The operations of the search in a chunk of a row: logits, or the candidates that are left, in registers of a CTA.
 
 Logits are int32 keys in the order of float32, with -0 as 0 and every NaN above all others.  EMPTY stands for -inf, and
-for elements past the end of a row.  Of T threads, register 4 v + c of thread t has element 4 T v + 4 t + c of the
-chunk.  To Pallas, each warpgroup has an array of its own.  `interpreter/topk.py` has the counterparts for the
-interpreter.
+for elements past the end of a row.  With T threads, register 4 v + c of thread t holds element 4 T v + 4 t + c of the
+chunk: vectors of four, interleaved over threads.  To Pallas, each warpgroup has an array of its own.
+`interpreter/topk.py` has the counterparts for the interpreter.
 """
 
 from itertools import batched

@@ -1,7 +1,7 @@
 """Sorts the chosen keys of a row, largest first, equal keys by place.
 
-A histogram of the range of the chosen keys gives the position at which each bin begins.  The keys are then grouped by
-bins in shared memory, and each key is compared with those of its bin.
+A counting sort: a histogram of the range of the chosen keys gives the position at which each bin begins, the keys are
+grouped by bins in shared memory, and each key is compared with those of its bin.
 
 Where more keys than CROWDED share a bin, for example equal keys, a bitonic network sorts pairs of 64 bits instead: keys
 and the complements of places.  Thread t has elements t * n to t * n + n - 1 in registers: short distances are between

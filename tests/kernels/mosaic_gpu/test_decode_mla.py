@@ -179,7 +179,7 @@ class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
 
     @pytest.mark.parametrize("form", [slow("fp8"), slow("fp8_ds_mla")])
     def test_quantised_entries_of_more_requests_than_ctas(self, form):
-        self.case((1, 66, 0, 600, 0) * 2, 16, form=form, layout="LBNHC", logit_cap=2.0)
+        self.case((1, 66, 0, 300, 0) * 2, 16, form=form, layout="LBNHC", logit_cap=2.0)
 
     def test_a_cluster_shares_the_keys(self):
         self.case((200, 129), 128, form="f16")
