@@ -139,8 +139,9 @@ class SparseStep:
             logits = jaxkv.indexer_logits(
                 new.q_indexer, new.weights, indexer, tables, lengths, max_len=self.tokens, **by
             )
-            positions = jaxkv.select_topk(logits, self.chosen, implementation=implementation)
-            slots = jaxkv.positions_to_slots(positions, tables, block_size=size)
+            slots = jaxkv.select_topk(
+                logits, self.chosen, block_tables=tables, block_size=size, implementation=implementation
+            )
             cache = indexer.view(cache.layout)
             out = jaxkv.decode_mla_sparse(new.q_latent, new.q_pe, cache, slots, scale=192**-0.5, **by)
             return (cache, out), None

@@ -95,7 +95,7 @@ class HotRows:
     cache: KVCache
     """The rows: row r of request b is slot b * rows + r."""
     maps: jax.Array
-    """int32 [L, B, max_tokens + 2 * rows + 1]: which rows hold which tokens, and the order of their use (`HotMap`)."""
+    """int32 [L, B, max_tokens + 2 * rows]: which rows hold which tokens, and the order of their use (`HotMap`)."""
     address: jax.Array
     """int32 [2], the address of the host memory."""
     writes: jax.Array
@@ -108,7 +108,7 @@ class HotRows:
     def zeros(cls, host: HostEntries, *, num_requests: int, rows: int, max_tokens: int) -> "HotRows":
         """Rows that hold no tokens.
 
-        Per layer and request, the device stores `rows` entries and `max_tokens + 2 * rows + 1` int32.
+        Per layer and request, the device stores `rows` entries and `max_tokens + 2 * rows` int32.
 
         Args:
           host: the host memory; keep it as long as the result is in use.

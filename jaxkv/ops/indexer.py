@@ -143,9 +143,15 @@ def _by_token(q, weights, block_tables, seq_lens, cu_q_lens, *, block_size: int)
 
 
 def select_topk(
-    logits: ArrayLike, k: int, *, lengths: ArrayLike | None = None, implementation: Implementations | None = None
+    logits: ArrayLike,
+    k: int,
+    *,
+    lengths: ArrayLike | None = None,
+    block_tables: ArrayLike | None = None,
+    block_size: int | None = None,
+    implementation: Implementations | None = None,
 ) -> jax.Array:
-    """The positions of the k largest logits of each row.
+    """The positions of the k largest logits of each row, or the slots at these positions.
 
     Args:
       logits: float32 [..., N]; -inf marks a position that is not to be selected.
@@ -154,17 +160,20 @@ def select_topk(
         hold anything.  Values are clamped to the range from 0 to N.  Default: all N.  The result of `indexer_logits`
         needs none: its logits are -inf from a length on.  For other logits, they are first replaced by -inf, which
         takes a pass over the logits.
+      block_tables: int32 [B, M], the blocks of each request in order; the logits are then [B, Q, N], and the result are
+        slots, as those of `positions_to_slots`.  `mosaic_gpu` looks them up in the kernel that selects.
+      block_size: static int, tokens per block; required with `block_tables`, and rejected without.
       implementation: None (the best that supports the call), a name, or a sequence of names.
 
     Returns:
-      int32 [..., k], in order of decreasing logits.  NaN of either sign comes before all numbers, and the earlier of
-      two positions with equal logits comes first.  -1 follows where a row has fewer than k selectable positions.  A
-      logit of -inf is never selected.  vLLM's `top_k_per_row` kernels may select those before the length of a row, and
-      list all positions of a row of up to k logits in their own order.
+      int32 [..., k], positions or slots, in order of decreasing logits.  NaN of either sign comes before all numbers,
+      and the earlier of two positions with equal logits comes first.  -1 follows where a row has fewer than k
+      selectable positions.  A logit of -inf is never selected.  vLLM's `top_k_per_row` kernels may select those before
+      the length of a row, and list all positions of a row of up to k logits in their own order.
 
     Raises:
-      ValueError: `logits` is not a float32 array with at least one axis, `k` is not a positive int, or `lengths` has
-        the wrong shape or dtype.
+      ValueError: `logits` is not a float32 array with at least one axis, `k` is not a positive int, `lengths` or
+        `block_tables` has the wrong shape or dtype, or only one of `block_tables` and `block_size` is given.
     """
     if getattr(logits, "dtype", None) != jnp.float32 or not getattr(logits, "shape", ()):
         raise ValueError(f"`logits` is {describe(logits)}: expected float32 [..., N]")
@@ -172,7 +181,21 @@ def select_topk(
         rows = {f"n{axis}": (length, "that of `logits`") for axis, length in enumerate(jnp.shape(logits)[:-1], 1)}
         Dims(**rows).check_ints("lengths", lengths, " ".join(rows))
         logits = computed(_before, logits, int32(lengths))
-    return run(calls.SelectTopk(logits=cast(jax.Array, logits), k=positive_int("k", k)), implementation)
+    if (block_tables is None) != (block_size is None):
+        given, missing = ("block_tables", "block_size") if block_size is None else ("block_size", "block_tables")
+        raise ValueError(f"`{missing}` is None: expected it with `{given}`; pass neither for positions")
+    if block_tables is not None:
+        dims = Dims()
+        dims.check("logits", logits, "B Q N", ("float32",))
+        dims.check_ints("block_tables", block_tables, "B M")
+        block_size = positive_int("block_size", block_size)
+    call = calls.SelectTopk(
+        logits=cast(jax.Array, logits),
+        block_tables=int32(block_tables),
+        k=positive_int("k", k),
+        block_size=block_size,
+    )
+    return run(call, implementation)
 
 
 def _before(logits, lengths):
@@ -217,9 +240,8 @@ def select_slots(
 ) -> jax.Array:
     """Returns the slots of the k cached keys with the largest scores, for each query token.
 
-    Serves prefills of any length: runs `indexer_logits`, `select_topk` and `positions_to_slots` on one chunk of query
-    tokens at a time, so that the logits [B, Q, max_len] of all query tokens never exist at once.  The slots do not
-    depend on the chunk size.
+    Serves prefills of any length: runs `indexer_logits` and `select_topk` on one chunk of query tokens at a time, so
+    that the logits [B, Q, max_len] of all query tokens never exist at once.  The slots do not depend on the chunk size.
 
     Args:
       q: float or float8_e4m3fn [B, Q, Hi, D].
@@ -250,8 +272,7 @@ def select_slots(
     def select(q, weights, lengths):
         options = {"layer": call.layer, "max_len": call.max_len, "implementation": implementation}
         logits = indexer_logits(q, weights, cache, tables, lengths, **options)
-        positions = select_topk(logits, k, implementation=implementation)
-        return positions_to_slots(positions, tables, block_size=block_size)
+        return select_topk(logits, k, block_tables=tables, block_size=block_size, implementation=implementation)
 
     return in_query_chunks(
         select, q, weights, lengths_in_table(call.seq_lens, tables, block_size),

@@ -444,8 +444,8 @@ class TopK(Case):
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:
-        """`lengths`: how many logits of each row take part."""
-        return ("lengths",)
+        """`lengths`: how many logits of each row take part; `block_tables`: slots instead of positions."""
+        return ("lengths", "block_tables")
 
     @classmethod
     def sizes(cls, rng, layout, fields):
@@ -456,16 +456,20 @@ class TopK(Case):
         """Logits, and -inf past the end of each row."""
         shape = self.requests, self.q_len, self.columns * self.layout.block_size
         logits = np.round(rng.standard_normal(shape, np.float32), int(rng.integers(1, 7)))
-        logits = np.where(np.arange(shape[-1]) < rng.integers(shape[-1] + 1), logits, -np.inf)
-        if "lengths" not in self.extras:
-            return (), {"logits": logits}
-        lengths = rng.choice([*FAR, *rng.integers(shape[-1] + 2, size=9)], shape[:-1]).astype(np.int32)
-        unread = np.arange(shape[-1]) >= lengths[..., None]
-        return (), {"logits": np.where(unread, np.float32(np.nan), logits), "lengths": lengths}
+        found = {"logits": np.where(np.arange(shape[-1]) < rng.integers(shape[-1] + 1), logits, -np.inf)}
+        if "lengths" in self.extras:
+            lengths = rng.choice([*FAR, *rng.integers(shape[-1] + 2, size=9)], shape[:-1]).astype(np.int32)
+            unread = np.arange(shape[-1]) >= lengths[..., None]
+            found |= {"logits": np.where(unread, np.float32(np.nan), found["logits"]), "lengths": lengths}
+        if "block_tables" in self.extras:
+            blocks = [*FAR[:2], *rng.integers(self.layout.num_blocks, size=9)]
+            found["block_tables"] = rng.choice(blocks, (self.requests, self.columns)).astype(np.int32)
+        return (), found
 
     def arguments(self, cache, values, draw, layer):
-        """Logits and k, and lengths."""
-        return (), {**dict(self.options), **draw.keywords}
+        """Logits and k, lengths, and block tables with the size of blocks."""
+        size = {"block_size": self.layout.block_size} if "block_tables" in self.extras else {}
+        return (), {**dict(self.options), **draw.keywords, **size}
 
 
 class Merge(Case):

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, Self, dataclass_transform
 import jax
 import jax.numpy as jnp
 
-from jaxkv_kernels.addressing import Buffer, Pages, sums_from_0
+from jaxkv_kernels.addressing import Buffer, Pages, slots_for, sums_from_0
 from jaxkv_kernels.extra_slots import ExtraSlots
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
@@ -572,12 +572,22 @@ class IndexerLogits(CacheCall[jax.Array, IndexerEntry]):
 
 @record
 class SelectTopk(Call[jax.Array]):
-    """The positions of the k largest logits of each row, int32 [..., k]."""
+    """The positions of the k largest logits of each row, or their slots; int32 [..., k]."""
 
     operation = "select_topk"
     logits: jax.Array
-    """float32 [..., N]."""
+    """float32 [..., N]; [B, Q, N] with `block_tables`."""
+    block_tables: jax.Array | None
+    """[B, M], for the slots of positions; None for positions."""
     k: int = field(metadata=STATIC)
+    block_size: int | None = field(metadata=STATIC)
+    """With `block_tables`: tokens per block."""
+
+    def located(self, positions: jax.Array) -> jax.Array:
+        """What the call returns, given the positions."""
+        if self.block_tables is None or self.block_size is None:
+            return positions
+        return slots_for(self.block_tables, positions, block_size=self.block_size)
 
     def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.select_topk(self)

@@ -20,7 +20,6 @@ class HotMap:
     - `held` [rows]: the position whose token a row holds, or -1.  The token at position p is in row r = place[p] if
       held[r] is p; otherwise it is in no row.
     - `order` [rows]: the rows, the least recently used first.
-    - One element that is 0 between calls, in which programs that share a request may count.
     """
 
     positions: int
@@ -29,23 +28,22 @@ class HotMap:
     @property
     def width(self) -> int:
         """Elements of the map."""
-        return self.positions + 2 * self.rows + 1
+        return self.positions + 2 * self.rows
 
     def empty(self) -> jax.Array:
         """The map [width] of rows that hold no tokens."""
         place = jnp.zeros(self.positions, jnp.int32)
         order = jnp.arange(self.rows, dtype=jnp.int32)
-        return jnp.concatenate([place, jnp.full(self.rows, -1, jnp.int32), order, jnp.zeros(1, jnp.int32)])
+        return jnp.concatenate([place, jnp.full(self.rows, -1, jnp.int32), order])
 
     def split(self, maps: jax.Array) -> list[jax.Array]:
-        """`place`, `held`, `order` and the last element of maps [..., width]."""
-        edges = self.positions, self.positions + self.rows, self.positions + 2 * self.rows
-        return jnp.split(maps, edges, axis=-1)
+        """`place`, `held` and `order` of maps [..., width]."""
+        return jnp.split(maps, (self.positions, self.positions + self.rows), axis=-1)
 
     def forget(self, maps: jax.Array, which: jax.Array) -> jax.Array:
         """The maps [L, B, width], where the rows of the requests that bool [B] selects hold no tokens."""
-        place, held, *others = self.split(maps)
-        return jnp.concatenate([place, jnp.where(which[:, None], -1, held), *others], axis=-1)
+        place, held, order = self.split(maps)
+        return jnp.concatenate([place, jnp.where(which[:, None], -1, held), order], axis=-1)
 
 
 GLOBAL, PREFERRED_LOCATION, ACCESSED_BY, CPU = 1, 3, 5, -1

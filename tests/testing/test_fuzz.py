@@ -145,9 +145,15 @@ def copies_one_by_one(kernel):
 
 def selects_later_positions(kernel):
     """Takes the last of equal logits."""
-    return lambda logits, k: jnp.where(
-        (found := kernel(logits=logits[..., ::-1], k=k)) < 0, -1, logits.shape[-1] - 1 - found
-    )
+
+    def select(logits, k, block_tables, block_size):
+        found = kernel(logits=logits[..., ::-1], k=k, block_tables=None, block_size=None)
+        positions = jnp.where(found < 0, -1, logits.shape[-1] - 1 - found)
+        if block_tables is None:
+            return positions
+        return jaxkv.positions_to_slots(positions, block_tables, block_size=block_size)
+
+    return select
 
 
 def counts_empty_parts(kernel):

@@ -33,7 +33,7 @@ from jaxkv.models.layers import hyper, rope
 from jaxkv.models.layers.feed_forward import feed_forward
 from jaxkv.models.layers.linear import linear, normalised, product, rms_norm
 from jaxkv.models.model import Model
-from jaxkv.ops.indexer import indexer_logits, positions_to_slots, select_topk
+from jaxkv.ops.indexer import indexer_logits, select_topk
 from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.ops.slots import slots_for
 from jaxkv.ops.sparse import ExtraCache
@@ -178,8 +178,9 @@ def _best_entries(
         tables = jnp.repeat(table, count, axis=0)
         q_rows, weight_rows = (array.reshape(-1, 1, *array.shape[2:]) for array in (q, head_weights))
         logits = indexer_logits(q_rows, weight_rows, keys, tables, seen.reshape(-1), max_len=max_len, **options)
-        best = select_topk(logits, most, implementation=options["implementation"])
-        return positions_to_slots(best, tables, block_size=block_size).reshape(*seen.shape, most)
+        by = options["implementation"]
+        best = select_topk(logits, most, block_tables=tables, block_size=block_size, implementation=by)
+        return best.reshape(*seen.shape, most)
 
     slots = in_query_chunks(
         select, q, head_weights, sub_batch.seq_lens,

@@ -8,6 +8,19 @@ and the other CTA copies them from there.
 
 Work tiles use two places in device memory in turn.  A CTA may write to a place again once the other one has arrived at
 `sent` for the next work tile, since it has then read this one.
+
+How PTX's memory model orders a copy to device memory before the copy from there by the other CTA:
+
+    sender     cp.async.bulk.wait_group 0       the copy is complete, and visible to the thread that issued it
+               bar.sync of the warpgroup        and to the threads that arrive
+               fence.acq_rel.cluster            `Exchange.arrive`: Pallas's arrive has the scope of the CTA alone
+               mbarrier.arrive.shared::cluster
+    receiver   mbarrier.try_wait
+               fence.acq_rel.cluster            `Exchange.wait`: likewise
+               fence.proxy.async.global         copies are made by another proxy than the one that has waited
+               cp.async.bulk
+
+The fences also order copies from a place before the next ones to it.
 """
 
 from dataclasses import dataclass
@@ -19,6 +32,7 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, HalvesEpilogue, split_scale
+from jaxkv_kernels.mosaic_gpu.ptx.inline import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import ROW, WGMMA, filled, over_columns
 from jaxkv_kernels.mosaic_gpu.softmax import EMPTY, OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, WorkTile
@@ -72,11 +86,27 @@ class Exchange:
     arrived: Any
     """The barrier of the copies to this CTA (2)."""
     cta: Any
+    interpret: bool
 
     @classmethod
-    def of(cls, refs, partition, memory: dict[str, Any], cta) -> "Exchange":
+    def of(cls, refs, partition, memory: dict[str, Any], cta, *, interpret: bool) -> "Exchange":
         """From the results and the scratch memory of a kernel; see `exchange_types`."""
-        return cls(tuple(ref.at[partition] for ref in refs), memory["rows"], memory["sent"], memory["arrived"], cta)
+        places = tuple(ref.at[partition] for ref in refs)
+        return cls(places, memory["rows"], memory["sent"], memory["arrived"], cta, interpret)
+
+    def arrive(self) -> None:
+        """Arrives at `sent`, after all that this CTA has copied to its places, and from those of the other one."""
+        self._fence("fence.acq_rel.cluster;")
+        plgpu.barrier_arrive(self.sent)
+
+    def wait(self) -> None:
+        """Waits for `sent`, before copies from the places of the other CTA, and to those of this one."""
+        plgpu.barrier_wait(self.sent)
+        self._fence("fence.acq_rel.cluster;", "fence.proxy.async.global;")
+
+    def _fence(self, *instructions: str) -> None:
+        if not self.interpret:
+            plgpu.inline_mgpu()(lambda _: ptx(" ".join(instructions)))()
 
     def send(self, values, place) -> None:
         """Sends `values`, in shared memory, and `rows[0]`; returns when they are in device memory."""
@@ -84,11 +114,11 @@ class Exchange:
         for source, to in zip((values, self.rows.at[0]), self.refs, strict=True):
             plgpu.copy_smem_to_gmem(source, to.at[place, self.cta])
         plgpu.wait_smem_to_gmem(0)
-        plgpu.barrier_arrive(self.sent)
+        self.arrive()
 
     def receive(self, values, place) -> None:
         """Receives what the other CTA has sent, to `values` and `rows[1]`."""
-        plgpu.barrier_wait(self.sent)
+        self.wait()
         for source, into in zip(self.refs, (values, self.rows.at[1]), strict=True):
             plgpu.copy_gmem_to_smem(source.at[place, 1 - self.cta], into, self.arrived)
         plgpu.barrier_wait(self.arrived)

@@ -2,7 +2,7 @@
 
 `decode_mla` and `decode_kv` make a plan if the call has none, run the kernel of `schedule_of`, and merge the results of
 split requests by `combine`.  A few formats of latents are decoded by the kernel of sparse attention instead
-(`by_slots`).
+(`gathers`).
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,7 @@ def rows_of(call: DecodeCall | PlanDecode) -> int:
     return call.q_len * call.heads // call.pages.num_heads
 
 
-def by_slots(entry: MLAEntry | KVEntry, rows: int) -> bool:
+def gathers(entry: MLAEntry | KVEntry, rows: int) -> bool:
     """Whether dense calls with `rows` rows per request run as sparse attention to all slots of the request."""
     return entry.format in GATHERED or (entry.format == "fp8_ds_mla" and rows > SWAP_AB_ROWS)
 
@@ -125,7 +125,7 @@ class QuantisedMLASwapAB(Schedule):
         return quantised_swap_ab.mla_reasons(call)
 
     def attend(self, call: DecodeMLA, queries, config, *, interpret: bool) -> KernelResults:
-        return quantised_swap_ab.attend(call, queries, config, interpret=interpret)
+        return quantised_swap_ab.attend(call, call.plan, queries, config, interpret=interpret)
 
 
 class GQA(Schedule):
@@ -155,11 +155,11 @@ class QuantisedGQA(Schedule):
         return quantised_swap_ab.gqa_reasons(call, rows, SWAP_AB_ROWS)
 
     def attend(self, call: DecodeKV, queries, config, *, interpret: bool) -> KernelResults:
-        return quantised_swap_ab.attend(call, queries, config, interpret=interpret)
+        return quantised_swap_ab.attend(call, call.plan, queries, config, interpret=interpret)
 
 
 def schedule_of(entry: MLAEntry | KVEntry, rows: int) -> Schedule:
-    """The schedule of a `decode_mla` or `decode_kv` call, unless it runs `by_slots`."""
+    """The schedule of a `decode_mla` or `decode_kv` call, unless it runs `gathers`."""
     if isinstance(entry, KVEntry):
         return QuantisedGQA() if entry.quantised else GQA()
     if rows > SWAP_AB_ROWS:
@@ -191,7 +191,7 @@ def plan_unsupported_reasons(call: PlanDecode) -> Iterator[str]:
 def _kernel_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     """The reasons of the kernel of a call, and those against its tables."""
     rows = rows_of(call)
-    if isinstance(call.entry, MLAEntry) and by_slots(call.entry, rows):
+    if isinstance(call.entry, MLAEntry) and gathers(call.entry, rows):
         yield from mla_sparse.gathered_reasons(call.entry, call.pages, call.buffer)
     else:
         yield from schedule_of(call.entry, rows).unsupported_reasons(call, rows)
@@ -201,8 +201,8 @@ def _kernel_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
 def plan_decode(call: PlanDecode | DecodeCall) -> Plan:
     """The schedule of a decode call, in partitions that fill the GPU."""
     rows = rows_of(call)
-    if by_slots(call.entry, rows):
-        return mla_sparse.plan_by_slots(call)
+    if gathers(call.entry, rows):
+        return mla_sparse.plan_from_pages(call)
     schedule = schedule_of(call.entry, rows)
     config = configuration(schedule.default_config(call.entry, rows))
     row_tiles = call.pages.num_heads * -(-rows // TILE)
@@ -239,8 +239,8 @@ def _planned[C: (DecodeMLA, DecodeKV)](call: C) -> C:
 def decode_mla(call: DecodeMLA) -> tuple[jax.Array, jax.Array]:
     """The result of a `decode_mla` call: out [B, Q, Hq, R] and float32 lse [B, Q, Hq]."""
     call, rows = _planned(call), rows_of(call)
-    if by_slots(call.entry, rows):
-        return mla_sparse.decode_by_slots(call)
+    if gathers(call.entry, rows):
+        return mla_sparse.decode_from_pages(call)
     config = configuration(schedule_of(call.entry, rows).default_config(call.entry, rows))
     return _decode_mla(call, config=config, interpret=bool(interpreting.value))
 

@@ -40,6 +40,7 @@ from jaxkv_kernels.mosaic_gpu.gather_keys import (
     FLAG,
     GatheredRows,
     GatherTiles,
+    Slots,
     lane_array,
     lane_registers,
     ref_type,
@@ -130,25 +131,32 @@ class FP8V4Rows:
         """The units of half the columns."""
         return UNITS[which]
 
-    def load_slots(self, slot_refs, count_ref, request, tile, length):
+    def load_slots(self, slots: Slots, extra_ref, count_ref, request, tile, length):
         """Starts to load the slots of a tile of keys, in each lane that of its own row, and the first list's count.
 
-        Keys past the first `length` are masked.  `count_ref` may be None: all slots of the first list count.
+        Keys past the first `length` are masked.  `extra_ref` are the lists of a second cache, or None.  `count_ref` may
+        be None: all slots of the first list count.
         """
-        counts, refs = [] if count_ref is None else [count_ref], len(slot_refs)
+        extra, counts = ([] if ref is None else [ref] for ref in (extra_ref, count_ref))
 
         @plgpu.inline_mgpu(
-            arg_types=(*[plgpu.RefType()] * (refs + len(counts)), SCALAR, SCALAR, SCALAR),
+            arg_types=(
+                *([plgpu.RefType()] * len(refs) for refs in (slots.refs, extra, counts)),
+                SCALAR,
+                SCALAR,
+                SCALAR,
+            ),
             return_type=lane_array(1 + len(counts)),
         )
-        def load(_, *operands):
-            *list_refs, request, tile, length = operands
-            indices = (x.registers.item() for x in (request, tile, length))
-            count = list_refs[refs] if counts else None
-            words = _load_slots(list_refs[:refs], count, self.first_tiles, *indices)
+        def load(_, refs, extra, counts, *indices):
+            indices = [x.registers.item() for x in indices]
+            if extra:
+                words = _load_slots((*refs, *extra), counts, self.first_tiles, *indices)
+            else:
+                words = [lanes.load_slots(slots.with_refs(refs), *indices)]
             return array([words], lane_registers(len(words)))
 
-        return load(*slot_refs, *counts, request, tile, length)
+        return load(slots.refs, extra, counts, request, tile, length)
 
     def locate(self, kv_refs, zero_ref, layers, tile, slots):
         """The addresses of the entries of a tile, whose slots `load_slots` loaded, and their scales, being loaded.
@@ -238,14 +246,10 @@ class FP8V4Tiles(GatherTiles):
         after_tile_0()
         return self._fetch_tile(layer, limit, 1, used, state, beyond[1])
 
-    def _units(self, tile):
-        """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""
-        return self.rows.half(tile) + self.rows.half(1 - tile)
-
     def _load_slots(self, request, tile, keys):
         """The slots of a tile, which are being loaded, and its number."""
-        slot_refs = [self.slot_ref, *([] if self.extra is None else [self.extra.slot_ref])]
-        return self.rows.load_slots(slot_refs, self.count_ref, request, tile, keys), tile
+        extra_ref = None if self.extra is None else self.extra.slot_ref
+        return self.rows.load_slots(self.slots, extra_ref, self.count_ref, request, tile, keys), tile
 
     def _locate(self, layer, limit, slots_and_tile):
         slots, tile = slots_and_tile
@@ -278,13 +282,11 @@ class FP8V4Tiles(GatherTiles):
         return tuple(ring), scales_ahead, ahead, after
 
 
-def _load_slots(slot_refs, count_ref, first_tiles: int, request, tile, length) -> list[ir.Value]:
-    """The slot of the lane's own row, and with `count_ref` the count of the first list; -1 for slots past `length`.
+def _load_slots(slot_refs, count_refs, first_tiles: int, request, tile, length) -> list[ir.Value]:
+    """The slot of the lane's own row in one of two lists; -1 for slots past `length`.  Also the first list's count.
 
-    Of two lists, the first one has `first_tiles` tiles, and `length` counts from its begin.
+    The first list has `first_tiles` tiles, and `length` counts from its begin.  `count_refs` may be empty.
     """
-    if len(slot_refs) == 1:
-        return [lanes.load_slots(slot_refs[0], request, tile, length)]
     sizes = [ir.MemRefType(ref.type).shape[1] for ref in slot_refs]
     is_second = arith.cmpi(arith.CmpIPredicate.sge, tile, c32(first_tiles))
 
@@ -300,7 +302,7 @@ def _load_slots(slot_refs, count_ref, first_tiles: int, request, tile, length) -
     load = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
     start = at(choose(second, first), offset)
     loaded = [ptx(load, start, position, length, result_types=i32(), has_side_effects=True)]
-    if count_ref is not None:
+    for count_ref in count_refs:
         at_request = at(mgpu.utils.memref_ptr(count_ref), arith.muli(arith.extui(i64(), request), c64(4)))
         loaded.append(ptx("ld.global.b32 $0, [$1];", at_request, result_types=i32(), has_side_effects=True))
     return loaded

@@ -1,7 +1,7 @@
 """The producer of sparse attention: gathers keys of chosen slots into the shared memory that wgmma reads.
 
-TMA has no gather on Hopper, so a warpgroup gathers, 16 bytes (a chunk) per lane and instruction, pair of tiles by pair,
-for the consumers of `mla_sparse.py`.
+TMA cannot gather on Hopper.  A warpgroup does it instead, one pair of key tiles at a time, for the consumers of
+`mla_sparse.py`.  Each lane moves 16 bytes, a chunk, per instruction.
 
 Entries of bf16 and f16 are copied to swizzled shared memory without passing through registers (`cp.async`).  A lane has
 row 4 * warp + lane // 8 of every 16 rows, and copies one chunk of each line (128 bytes) of these rows.  It computes the
@@ -17,9 +17,14 @@ spreads over all banks.  Latents of 448 values are followed by zeros.  bf16 rota
 copied.  e4m3 rotary keys are 64 bytes: each lane loads chunks of two rows before the latents of the tile are stored,
 and stores them after these.
 
-A row has one slot and one set of scales.  A lane loads those of a single row, called its own row: one of the 16 rows of
-its warp, or half of those of this row.  Shuffles pass them to the lanes that need them.  A masked key (slot below 0 or
-past the cache, or position past the count) is a row of zeros with factor -1.
+A lane loads the slot and the scales of one row, its own row.  (If a row has many scales, lanes l and l + 16 load half
+of them each.)  Shuffles pass them to the lanes that need them.  With row = 16 * group + 4 * warp + i:
+
+    own row of lane l             group = l % 16 // 4, i = l % 4; lanes l and l + 16 have the same
+    rows whose chunks it loads    i = l % 4, all four groups; `Lane.owners` are the lanes that own them
+    rows that it copies           i = l // 8, all four groups (`CopyLane`)
+
+A masked key (slot below 0 or past the cache, or position past the count) is a row of zeros with factor -1.
 
 Timeline.  Two tiles before a tile is fetched, its slots are loaded and, with `prefetch`, its rows are prefetched to the
 L2 cache.
@@ -31,13 +36,18 @@ Tiles of quantised entries are stored unit by unit.  Loads run ahead of stores b
 or work tile to the next: while a unit is converted and stored, the next ones are being loaded.  Scales are loaded a
 tile ahead.  Rotary keys are copied, or loaded, while the latents of their tile are stored.
 
+Two CTAs that attend to the same keys, with other heads, each convert all of them.  Sharing the conversion was slower:
+if each converts half of a tile, and stores it to the shared memory of both by `st.async` (20 bytes per cycle), 128
+requests with 128 heads and 2,048 slots of `fp8_ds_mla` entries take 0.236 ms on an H100 instead of 0.191.
+
 Barriers.  Consumers wait for half a tile of keys, which the producer's lanes store or copy to shared memory.  Copies
-(`cp.async`) are asynchronous.  A lane therefore requests an arrival, which takes effect once its copies have
-landed (`cp.async.mbarrier.arrive`).  Pallas has no such arrivals, so the barriers of copied tiles are words of `stats`.
+(`cp.async`) are asynchronous.  A lane therefore issues an arrival that completes once its copies have landed
+(`cp.async.mbarrier.arrive`).  Pallas has no such arrivals, so these barriers are words of `stats`
+(`lane_barriers.py`).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -49,11 +59,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing import Pages
+from jaxkv_kernels.calls import STATIC, record
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.format import Field
+from jaxkv_kernels.mosaic_gpu.lane_barriers import LaneBarriers
 from jaxkv_kernels.mosaic_gpu.ptx import gather as lanes
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array
-from jaxkv_kernels.mosaic_gpu.ptx.inline import ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT
@@ -67,8 +78,10 @@ ROPE_ROWS = 2
 FACTOR, FLAG, STATS = 5, 7, 8
 """Rows of `stats`: the first of the two with factors, one per tile; the flags of tiles with factors other than 1, four
 per tile.  The last is the number of rows."""
-HALVES = 4
-"""Halves of the two tiles of a pair, numbered 2 * tile + half."""
+BARRIERS = 7, 32
+"""Where in `stats` the barriers of tiles are: a row and a column."""
+HALVES, FULL = 4, 6
+"""Halves of the two tiles of a pair, numbered 2 * tile + half; barriers of these, and of the tiles' rotary keys."""
 
 
 def lane_registers(per_lane: int) -> Any:
@@ -99,6 +112,29 @@ def _word(held) -> Any:
 def ref_type(dtype) -> Any:
     """The type of references to the swizzled shared memory that tiles are stored to."""
     return plgpu.RefType(swizzled(1, dtype=dtype).transforms)
+
+
+@record
+class Slots:
+    """The slots that each query token attends to; in a kernel, references to the arrays."""
+
+    of: Any
+    """int32: a list [N, K] for each query token, or block tables [B, M], whose positions are attended to."""
+    begins: Any = None
+    """int32 [N]: with block tables, the first position of each query token; None for 0."""
+    block_size: int | None = field(default=None, metadata=STATIC)
+    """Tokens per block of block tables; None for lists."""
+    tokens: int = field(default=1, metadata=STATIC)
+    """Query tokens per block table."""
+
+    @property
+    def refs(self) -> list[Any]:
+        """The arrays or references."""
+        return [self.of] if self.begins is None else [self.of, self.begins]
+
+    def with_refs(self, refs: Sequence[Any]) -> "Slots":
+        """The same for other references."""
+        return replace(self, **dict(zip(("of", "begins"), refs, strict=False)))
 
 
 @dataclass(frozen=True)
@@ -221,14 +257,15 @@ class GatheredRows:
             return first + field.offset, field.step or 0
         return first, (pages.token_stride if pages.block_size > 1 else pages.block_stride) * self.itemsize
 
-    def load_slots(self, slot_ref, request, tile, length):
+    def load_slots(self, slots: Slots, request, tile, length):
         """The slots of a tile of keys, in each lane that of its own row; -1 at positions from `length` on."""
+        refs = slots.refs
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR, SCALAR, SCALAR), return_type=lane_array(1))
-        def load(_, ref, *indices):
-            return array([[lanes.load_slots(ref, *(x.registers.item() for x in indices))]], OWN)
+        @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * len(refs), SCALAR, SCALAR, SCALAR), return_type=lane_array(1))
+        def load(_, refs, *indices):
+            return array([[lanes.load_slots(slots.with_refs(refs), *(x.registers.item() for x in indices))]], OWN)
 
-        return load(slot_ref, request, tile, length)
+        return load(refs, request, tile, length)
 
     def spread(self, slots):
         """Returns, in each lane, the slots of the rows whose latents it loads in part."""
@@ -326,26 +363,29 @@ class GatheredRows:
         copy(kv_ref, zero_ref, slots, layer, limit, r_ref)
         return None
 
-    def finish_rope(self, stage: int, r_ref, scales, loaded) -> None:
-        """Completes what `fetch_rope` started; `loaded` is what it returned.
+    def finish_rope(self, stage: int, r_ref, scales, loaded, k_full: LaneBarriers) -> None:
+        """Completes what `fetch_rope` started, and arrives at the barrier of rotary keys; `loaded` is what it returned.
 
-        Converts and stores loaded keys.  Waits for copied keys, and divides them by the factors of their rows.
+        Converts and stores loaded keys.  Copied keys arrive by themselves, unless they must be divided by the factors
+        of their rows.
         """
+        barrier, ref = HALVES + stage, ref_type(self.rope_dtype)
         if self.converts_rope:
 
-            @plgpu.inline_mgpu(arg_types=(ref_type(self.rope_dtype), lane_registers(4 * ROPE_ROWS)))
+            @plgpu.inline_mgpu(arg_types=(ref, lane_registers(4 * ROPE_ROWS)))
             def store(_, ref, loaded):
                 lanes.store_e4m3_rope(ref, loaded, stage)
 
-            return store(r_ref, loaded)
+            store(r_ref, loaded)
+            k_full.arrive(barrier)
+            return
 
-        @plgpu.inline_mgpu(arg_types=(ref_type(self.rope_dtype), FOUR))
-        def finish(_, ref, scales):
-            lanes.wait_for_copies()
+        @plgpu.inline_mgpu(arg_types=(ref, FOUR, plgpu.RefType()))
+        def finish(_, ref, scales, memory):
             *_, special, inverse = word_list(scales)
-            lanes.divide_rope(ref, stage, special, inverse)
+            lanes.finish_rope(ref, stage, special, inverse, k_full.of(memory, barrier))
 
-        return finish(r_ref, scales)
+        finish(r_ref, scales, k_full.memory)
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit) -> None:
         """Prefetches the rows of a tile to the L2 cache; `slots` come from `spread`."""
@@ -412,56 +452,6 @@ class GatheredRows:
 
 
 @dataclass(frozen=True)
-class StoredBarriers:
-    """Barriers of tiles that lanes store."""
-
-    barriers: Any
-
-    def start(self) -> None:
-        """Does nothing, because Pallas initializes its barriers itself."""
-
-    def arrive(self, n: int) -> None:
-        """Signals that the calling lane of the producer has stored its chunks of a half."""
-        plgpu.barrier_arrive(self.barriers[n])
-
-    def wait(self, n: int, phase) -> None:
-        """Waits for a half; `phase` counts the pairs."""
-        del phase
-        plgpu.barrier_wait(self.barriers[n])
-
-
-@dataclass(frozen=True)
-class CopiedBarriers:
-    """Barriers of tiles that are copied.  A lane arrives twice: for the factors that it stored, and for its copies."""
-
-    stats: Any
-
-    def start(self) -> None:
-        """Initializes the barriers; all lanes of the CTA call this."""
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.start_barriers(ref, HALVES))(self.stats)
-
-    def arrive(self, n: int) -> None:
-        """Signals that the calling lane of the producer has started the last of its copies of a half."""
-        plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(lambda _, ref: lanes.arrive(ref, n))(self.stats)
-
-    def wait(self, n: int, phase) -> None:
-        """Waits for a half; `phase` counts the pairs."""
-
-        @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SCALAR))
-        def wait(_, ref, phase):
-            lanes.wait(ref, n, phase.registers.item())
-
-        wait(self.stats, phase)
-
-
-def async_fence(*, interpret: bool) -> None:
-    """Makes visible to wgmma the values in shared memory for which the caller has waited."""
-    if interpret:
-        return
-    plgpu.inline_mgpu()(lambda _: ptx("fence.proxy.async.shared::cta;"))()
-
-
-@dataclass(frozen=True)
 class GatherTiles:
     """The sources and destinations of tiles, and the barriers between producer and consumers."""
 
@@ -472,15 +462,14 @@ class GatherTiles:
     """See `SparseConfig`."""
     kv_ref: Any
     zero_ref: Any
-    slot_ref: Any
+    slots: Slots
     k: Any
     r: Any
     stats: Any
     k_full: Any
-    """`StoredBarriers` or `CopiedBarriers`.  Barrier 2 * tile + half: that half is full; for the far half, also rotary
-    keys."""
+    """`LaneBarriers`, `CopyBarriers` or `InterpretedBarriers`.  Barrier 2 * tile + half: that half is full; if keys
+    are copied, the far half with the rotary keys, which otherwise have barrier HALVES + tile."""
     k_free: Any
-    interpret: bool
 
     def run(self, layer, first, end, first_tile, load_work_tile, q_free, fetch_queries) -> None:
         """Gathers the keys of the work tiles from `first`, whose columns are `first_tile`, to `end`.
@@ -555,7 +544,11 @@ class GatherTiles:
         raise NotImplementedError
 
     def _load_slots(self, request, tile, keys):
-        return self.rows.load_slots(self.slot_ref, request, tile, keys)
+        return self.rows.load_slots(self.slots, request, tile, keys)
+
+    def _units(self, tile):
+        """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""
+        return self.rows.half(tile) + self.rows.half(1 - tile)
 
     def _wait_free(self, tile, half, used):
         @pl.when(used > 0)
@@ -567,8 +560,6 @@ class GatherTiles:
 
         The consumers make the half visible to wgmma.  A fence here might wait for loads that have not finished.
         """
-        if self.interpret:
-            plgpu.commit_smem()
         self.k_full.arrive(half)
 
 
@@ -613,11 +604,7 @@ class ConvertedTiles(GatherTiles):
     @property
     def _ring(self) -> int:
         """The number of units that are loaded ahead."""
-        return min(self.units_ahead, self.rows.units)
-
-    def _units(self, tile):
-        """The units of a tile in the order in which they are stored: first those of the near half, half `tile`."""
-        return self.rows.half(tile) + self.rows.half(1 - tile)
+        return min(self.units_ahead, len(self._units(0)))
 
     def _load(self, slots, layer, limit, unit):
         return self.rows.load(self.kv_ref, self.zero_ref, slots, layer, limit, unit)
@@ -641,16 +628,23 @@ class ConvertedTiles(GatherTiles):
         here_spread = rows.spread(here) if self._ring < len(units) else None
         after = self._load_slots(*beyond)
         scales = rows.factors(self.stats, FACTOR + tile, (FLAG, 4 * tile), here, limit, raw)
+        if not rows.converts_rope:
+            rows.finish_rope(tile, self.r, scales, rope, self.k_full)
         raw = self._load_scales(ahead, layer, limit)
-        for n, unit in enumerate(units):
-            if n == len(units) // 2:
-                self._stored(2 * tile + tile)
-                self._wait_free(tile, 1 - tile, used)
-            rows.store(unit, tile, self.k, ring[n % self._ring], scales)
-            slots = here_spread if n + self._ring < len(units) else ahead_spread
-            ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
+        n = 0
+        for half in (tile, 1 - tile):
+            if half != tile:
+                self._wait_free(tile, half, used)
+            for unit in rows.half(half):
+                rows.store(unit, tile, self.k, ring[n % self._ring], scales)
+                slots = here_spread if n + self._ring < len(units) else ahead_spread
+                ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
+                n += 1
+            if half == tile:
+                self._stored(2 * tile + half)
         if self.prefetch:
             rows.prefetch(*from_cache, rows.spread(after), layer, limit)
-        rows.finish_rope(tile, self.r, scales, rope)
+        if rows.converts_rope:
+            rows.finish_rope(tile, self.r, scales, rope, self.k_full)
         self._stored(2 * tile + 1 - tile)
         return tuple(ring), raw, ahead, after

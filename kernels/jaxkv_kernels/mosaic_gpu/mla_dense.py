@@ -40,6 +40,8 @@ The longest dependency cycle is S0, P0, the release of K0 and the load of the ne
 Both consumers therefore add P0 K0 before P1 K1, and S1 waits until all products of S0 have been issued.  Each consumer
 passes its P and the running max (in `stats`) to the other through shared memory, and sums the weights of its own tiles.
 
+The queries of a CTA's first work tile are fetched before all keys.
+
 Latents have up to 512 values, and their halves are of the same multiple of 64 columns.  If a latent is not a multiple
 of 128, columns at the end of the second half are not part of it.  Rotary queries of fewer than 64 values stay in shared
 memory of their own.
@@ -47,30 +49,41 @@ memory of their own.
 Barriers (mbarriers; the fields of `Barriers`), and how many arrivals complete them: of TMA copies for `full`, of
 consumers for the others.  `PlainTiles.types` has their counts.
     q_full, qr_full    the queries have landed (2: halves); their rotary part has landed in p[0] or `qr` (1)
-    q_free, p_free     both consumers have multiplied with the queries for the last time (2); p[0] was read for the
-                       last time (1).  So the queries of the next work tile are loaded while this one ends.
+    q_free, p_free     both consumers have multiplied with the queries for the last time (2); consumer 1 has multiplied
+                       P0 of the last pair, so rotary queries may land in p[0] (1).  So the queries of the next work
+                       tile are loaded while this one ends.
     k_full[2t + h]     half h of key tile t has landed (1 per page); r_full[t]: its rotary part has landed (1 per page)
-    k_free[2t + h]     consumer h, which is the last to multiply this half, is done with it (1 per CTA of the
-                       cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves stage the
-                       result of a work tile, and are freed once TMA has read it.  In a cluster with multicast, one
-                       thread of the consumer arrives for each CTA (Pallas's ClusterBarrier), without waiting for the
-                       other warps: like CUTLASS's pipelines, this relies on wgmma completing for the warpgroup.
+    k_free[2t + h]     consumer h is done with this half; the other one has only computed scores from it, before (1
+                       per CTA of the cluster).  k_free[0] also frees K0's rotary part, and k_free[3] K1's.  K1's halves
+                       stage the result of a work tile, and are freed once TMA has read it.  In a cluster with
+                       multicast, one thread of the consumer arrives for each CTA (Pallas's ClusterBarrier), without
+                       waiting for the other warps: like CUTLASS's pipelines, this relies on wgmma completing for the
+                       warpgroup.
     s_issued           S0's products have been issued (1)
     p_ready[t]         P of tile t is in p[t], and the running max after tile t is in stats[0] (1)
     both               both consumers arrive, and both wait (2): both have read the rotary queries, which P0 overwrites;
                        the row sums of both are in stats[1:3]
-These order every reuse of `p` and `stats`.  Consumer 0 overwrites P0 and stats[0] only after p_ready[1] and after K0
-has landed again, which consumer 1 allowed when it was done with P0.  Consumer 1 overwrites P1 and stats[0] only after
-the next p_ready[0].  The kernel is compiled without the barriers that Mosaic GPU inserts by default (`auto_barriers`).
-If a thread writes to shared memory, the other threads of its warpgroup may therefore read that memory in two ways only:
-by TMA or wgmma after `commit_smem`, or after they have waited for `both`.
+These order every reuse of `p` and `stats`:
+    P0, stats[0] by consumer 0    after p_ready[1], and after K0 has landed again, which consumer 1 allowed (k_free[1])
+                                  when it was done with P0
+    P1, stats[0] by consumer 1    after the next p_ready[0]
+The kernel is compiled without the barriers that Mosaic GPU inserts by default (`auto_barriers`).  So what one thread
+stores to shared memory is visible to others only (a) to TMA and wgmma after `commit_smem`, or (b) after a wait for
+`both`.
+
+A warpgroup must wait for every completion of a barrier that it waits on, because Pallas keeps one phase bit per barrier
+and warpgroup.  The consumers take key tiles in turn.  Each stage must therefore always belong to the same consumer: the
+number of stages is even.
 
 Budget, for latents of 512.  Shared memory: Q 64 KiB + K 128 KiB + rotary keys 16 KiB + P 16 KiB + stats and barriers 1
-KiB = 225 KiB of 227.  Registers: 240 per lane for consumers, 24 for the producer.
+KiB = 225 KiB of 227.  Registers: 240 per lane for consumers, 24 for the producer; ptxas reports 168, what a lane has
+before `set_max_registers`.
 
 Quantised entries (`fp8`).  The stored bytes of half a tile take half the shared memory of its float16 values.  TMA
 copies them to the first half of that memory, and the producer converts them to float16 in place
 (`E4M3Tiles.convert`): it waits for k_landed and arrives k_full, in the order in which the consumers use the halves.
+Both CTAs of a cluster convert all keys.  If each converted half of a tile and stored it to the shared memory of both,
+128 requests of 4,096 tokens with 128 heads would take 0.416 ms on an H100 instead of 0.278 (`gather_keys.py`).
 The timeline of the consumers is the same.  `E4M3Tiles` has all differences from `PlainTiles`, which leave enough
 registers for the producer:
 
@@ -126,6 +139,8 @@ from jaxkv_kernels.tuning import require
 
 DTYPE = jnp.dtype(jnp.float16)
 """The dtype to which quantised keys are converted."""
+Q_MAX = 3
+"""The row of `stats` with the largest magnitudes of queries that consumer 0 finds; the next is consumer 1's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,9 +276,14 @@ class Memory(NamedTuple):
     p: Any
     """Weights [tiles, 64, 64]: P0 and P1, or a single tile for both in turn."""
     stats: Any
-    """float32 [>= 3, 64]: the running max, and the row sums of each consumer."""
+    """float32 [3 or 5, 64]: the running max, and the row sums of each consumer; for quantised entries, the largest
+    magnitudes of the queries that each consumer finds, from row Q_MAX on."""
     register_operands: Any
     """Register operands of wgmma [2 or 4, 64, 64], which the interpreter needs in shared memory; None on a GPU."""
+
+    def p_stage(self, t: int) -> int:
+        """The index of P of key tile `t` in `p`."""
+        return t % self.p.shape[0]
 
 
 class Barriers(NamedTuple):
@@ -273,11 +293,11 @@ class Barriers(NamedTuple):
     qr_full: Any
     q_free: Any
     p_free: Any
-    """None if rotary queries stay in memory of their own."""
+    """None if rotary queries stay in memory of their own.  Otherwise P1 must have memory of its own."""
     k_landed: Any
-    """By 2t + h, like k_full and k_free.  It is k_full unless the producer converts keys."""
+    """By 2t + h, like k_full and k_free.  The same barriers as k_full, unless the producer converts keys."""
     r_landed: Any
-    """By key tile.  It is r_full unless the producer converts keys."""
+    """By key tile.  The same barriers as r_full, unless the producer converts keys."""
     k_full: Any
     r_full: Any
     """None if k_full covers rotary keys."""
@@ -385,7 +405,9 @@ class MLADense:
         cta = CTA(self, operands, self.tiles_type(self, scratch), partition, rank, row_tile * TILE)
 
         def consumer(side):
-            exchange = cluster_sharing.Exchange.of(exchanged, partition, scratch, rank) if self.plan.shared else None
+            exchange = None
+            if self.plan.shared:
+                exchange = cluster_sharing.Exchange.of(exchanged, partition, scratch, rank, interpret=self.interpret)
             Consumer(cta, side, results, exchange).run()
 
         # Nested branches: with three in a row, values that the last one needs would be live, and spilled, in the first.
@@ -622,7 +644,7 @@ class Consumer:
         plgpu.barrier_wait(barriers.p_ready[1])
         max1 = self.shared_max()
         acc, row_sum = softmax.rescale(max0, max1, acc, row_sum + sum0)
-        p1 = p.at[opaque_zero(i) + p.shape[0] - 1]
+        p1 = p.at[opaque_zero(i) + self.memory.p_stage(1)]
         acc, _ = self.add_values(p1, walk, i, 1, masked, acc)
         pl.when(i != walk.last)(lambda: plgpu.barrier_arrive(barriers.k_free[2]))
         return acc, max1, row_sum
@@ -630,7 +652,7 @@ class Consumer:
     def pair_of_consumer_1(self, walk: Walk, i, masked, acc, old_max, row_sum):
         """S1, P1, and the right half of the values: O1 += P0 K0 right + P1 K1 right."""
         barriers, softmax, p = self.barriers, self.softmax, self.memory.p
-        has_own_memory = p.shape[0] > 1  # P1; otherwise it overwrites P0, once that is multiplied
+        has_own_memory = self.memory.p_stage(1) != 0  # P1; otherwise it overwrites P0, once that is multiplied
         s1 = self.scores(walk, i, masked)
         plgpu.barrier_wait(barriers.p_ready[0])
         max0 = self.shared_max()
@@ -709,7 +731,7 @@ class Consumer:
 
     def share_weights(self, p, t: int) -> None:
         """Passes P of key tile `t`, and the running max after it, to the other consumer."""
-        self.memory.p[t * (self.memory.p.shape[0] - 1)] = p
+        self.memory.p[self.memory.p_stage(t)] = p
         plgpu.commit_smem()
         plgpu.barrier_arrive(self.barriers.p_ready[t])
 
@@ -958,7 +980,7 @@ class E4M3Tiles:
         memory, barriers = self.memory, self.barriers
         plgpu.barrier_wait(barriers.q_full)
         latent, rope = (memory.q_in, memory.q), (memory.qr_in, memory.qr)
-        inverse = fit_queries(side, latent, rope, memory.stats, 3, barriers.wait_for_both)
+        inverse = fit_queries(side, latent, rope, memory.stats, Q_MAX, barriers.wait_for_both)
         return Queries(memory.qr, inverse * (scale * value_scale))
 
     def loops(self, tile: WorkTile, unmasked):

@@ -254,7 +254,9 @@ class MLASwapAB:
         """What a CTA runs; `exchanged` are the places of `cluster_sharing`, if the plan is shared."""
         pdl_launch_dependents(operands.split_requests, interpret=self.interpret)
         partition, rank, wg = (lax.axis_index(axis) for axis in ("partition", "cta", "wg"))
-        exchange = Exchange.of(exchanged, partition, scratch, rank) if self.plan.shared else None
+        exchange = None
+        if self.plan.shared:
+            exchange = Exchange.of(exchanged, partition, scratch, rank, interpret=self.interpret)
         cta = CTA(self, operands, named(Memory, scratch), named(Barriers, scratch), partition, rank)
         lax.cond(wg == 0, Consumer(cta, exchange).run, Producer(cta, results).run)
 
@@ -405,7 +407,7 @@ class Consumer:
         self.scale = self.operands.scale[0] * LOG2E
         lax.fori_loop(cta.first, cta.end, self.work_tile, (jnp.int32(0), cta.first_tile))
         if self.exchange is not None:  # every completion of a barrier must be waited for
-            pl.when((cta.rank == 1) & (cta.end > cta.first))(partial(plgpu.barrier_wait, self.exchange.sent))
+            pl.when((cta.rank == 1) & (cta.end > cta.first))(self.exchange.wait)
 
     def work_tile(self, n, carry):
         """Attends to the keys of a work tile, and stages the result for the producer."""
@@ -513,7 +515,7 @@ class Consumer:
     def send(self, exchange: Exchange, n, place, staged, values, lse):
         """Sends this CTA's result as a split, by way of `staged`."""
         # The other CTA has read what is in this place.
-        pl.when(n > self.cta.first)(lambda: plgpu.barrier_wait(exchange.sent))
+        pl.when(n > self.cta.first)(exchange.wait)
         staged.transpose((1, 0))[...], exchange.rows[0, 1] = self.as_split(values)
         exchange.rows[0, 0] = lse
         exchange.send(staged, place)
@@ -522,7 +524,7 @@ class Consumer:
     def receive(self, exchange: Exchange, place, staged, values, lse):
         """Adds the result of the other CTA to this one's."""
         latent, rows = self.kernel.latent, self.kernel.rows
-        plgpu.barrier_arrive(exchange.sent)
+        exchange.arrive()
         exchange.receive(staged, place)
         others = plgpu.load(staged.transpose((1, 0)), layout=WGMMA)
         others = lax.bitcast_convert_type(others, SPLIT_DTYPE).astype(jnp.float32)

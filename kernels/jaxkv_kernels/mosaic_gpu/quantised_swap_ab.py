@@ -11,6 +11,9 @@ K and V' are register operands, converted as the bytes of the cache are loaded f
 twice, once for K and once for V.  Keys and values that lie apart are copied separately, each from a view of its own to
 a part of the stage of its own.
 
+Keys are those of block tables or, for sparse attention to latents with up to 16 heads, those at chosen slots
+(`entry_slots.py`): each query token is then a request of its own.
+
 Work.  A CTA of a producer and two to four consumer warpgroups owns a KV head (latents have one) and walks its partition
 of the plan: work tiles, each a range of key tiles of a request.  The consumers take turns at tiles, so that one
 converts while another multiplies or waits.  With a window, a request begins at the tile with the first key that some
@@ -68,7 +71,7 @@ values takes 16.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial, reduce
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +80,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing import Pages, dtype_of, row_view
-from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode
+from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, DecodeMLASparse, PlanDecode
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes, values_of
+from jaxkv_kernels.mosaic_gpu.entry_slots import SlotSource
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
 from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
     InterpretedHeads,
@@ -88,7 +92,7 @@ from jaxkv_kernels.mosaic_gpu.interpreter.quantised import (
     InterpretedRowTiles,
 )
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins, steps, unaligned
-from jaxkv_kernels.mosaic_gpu.masks import apply_mask, ends_of, first_seen, first_unmasked
+from jaxkv_kernels.mosaic_gpu.masks import Ends, apply_mask, ends_of, first_seen, first_unmasked
 from jaxkv_kernels.mosaic_gpu.paged_tma import PageTable
 from jaxkv_kernels.mosaic_gpu.quantised_tiles import (
     GROUP,
@@ -112,7 +116,14 @@ from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.scaling import EXPONENT, INVERSE, LEAST_FACTOR, MOST_FACTOR
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
-from jaxkv_kernels.mosaic_gpu.tile_scheduler import TILE_COSTS, SplitCosts, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import (
+    TILE_COSTS,
+    Plan,
+    SplitCosts,
+    WorkTile,
+    load_work_range,
+    load_work_tile,
+)
 from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 from jaxkv_kernels.tuning import require
 
@@ -249,26 +260,122 @@ def gqa_reasons(call: DecodeCall | PlanDecode, rows: int, most_rows: int) -> Ite
     yield from origins(call.pages, call.buffer)
 
 
-def _scales(call: DecodeMLA | DecodeKV) -> tuple[jax.Array, ...]:
+class Place(NamedTuple):
+    """A tile of keys of a request."""
+
+    stage: Any
+    request: Any
+    first_token: Any
+    ends: Ends
+    masked: Any
+    """Whether some row does not see some of its tokens."""
+
+
+class PageSource:
+    """The keys of dense attention: those in the pages of block tables."""
+
+    stats = STATS
+
+    def __init__(self, call: DecodeMLA | DecodeKV, tiles: Tiles):
+        buffer, self.pages = in_entries_dtype(call.buffer, call.pages, tiles.dtype)
+        self.operands, self.table = tiles.operands(buffer, self.pages), call.block_tables
+        self.tiles, self.tokens, self.group = tiles, call.q_len, call.heads // call.pages.num_heads
+        self.window, self.ahead = call.window, call.ahead
+
+    def memory(self, stages: int) -> dict[str, Any]:
+        """The scratch memory of `keys`."""
+        return {"k_full": plgpu.Barrier(num_arrivals=self.tiles.copies(self.pages), num_barriers=stages)}
+
+    def keys(self, kv_refs, table_ref, scratch) -> "PageKeys":
+        """The keys, given references to `operands` and `table`."""
+        return PageKeys(self, kv_refs, PageTable(table_ref, self.pages), scratch["raw"], scratch["k_full"])
+
+
+@dataclass(frozen=True)
+class PageKeys:
+    """Tiles of keys in pages, in a kernel."""
+
+    source: PageSource
+    kv_refs: Any
+    table: PageTable
+    raw: Any
+    k_full: Any
+
+    def loader(self, layer, in_cache, head) -> "PageLoader":
+        """The producer's part."""
+        return PageLoader(self, self.source.tiles.loader(self.kv_refs, self.table, jnp.where(in_cache, layer, 0), head))
+
+    def wait(self, stage, use) -> None:
+        """Waits for tile number `use`: `use` // stages is the phase of the barrier of its stage."""
+        del use
+        plgpu.barrier_wait(self.k_full.at[stage])
+
+    def clear_unseen(self, place: Place) -> None:
+        """Zeroes the values of a tile that no row sees."""
+        source, (stage, request, first_token, ends, masked) = self.source, place
+        clear = partial(source.tiles.clear, self.raw, stage)
+
+        @pl.when(masked)
+        def _():
+            clear(jnp.clip(ends.seen - first_token, 0, TILE), TILE)
+            if source.window is not None:
+                clear(0, jnp.clip(first_seen(ends, source.tokens, source.window) - first_token, 0, TILE))
+            for c, block in enumerate(self.table.blocks(request, first_token)):
+                begin = c * self.table.copy_rows
+                unknown = jnp.where(self.table.known(block), 0, self.table.copy_rows)
+                clear(begin, begin + unknown)
+            plgpu.commit_smem()
+
+    def mask(self, place: Place, scores):
+        """The scores [64, N] of a tile, with those of keys that a row does not see masked."""
+        source = self.source
+        mask = partial(
+            apply_mask, table=self.table, request=place.request, first_token=place.first_token, first_row=0,
+            ends=place.ends, tokens=source.tokens, heads=source.group, keys=0, window=source.window, ahead=source.ahead,
+        )  # fmt: skip
+        return lax.cond(place.masked, mask, lambda s: s, scores)
+
+
+@dataclass(frozen=True)
+class PageLoader:
+    """Copies tiles of keys from pages, by TMA."""
+
+    keys: PageKeys
+    paged: Any
+
+    def look_up(self, tile: WorkTile, step):
+        """Loads what `fetch` needs; call it one tile ahead, so that nothing waits for these loads."""
+        return self.paged.look_up(tile.request, tile.origin + step * TILE)
+
+    def fetch(self, found, tile: WorkTile, step, stage) -> None:
+        """Starts the copies of a tile that was looked up."""
+        parts = self.keys.source.tiles.parts(self.keys.raw, stage, self.keys.k_full.at[stage])
+        self.paged.fetch(found, tile.origin + step * TILE, *parts)
+
+
+def _scales(call: DecodeMLA | DecodeKV | DecodeMLASparse) -> tuple[jax.Array, ...]:
     """The scales of keys and of values, float32 [1] or [heads]; none for entries with scales of their own."""
-    if isinstance(call, DecodeMLA):
+    if isinstance(call, DecodeMLA | DecodeMLASparse):
         return () if call.kv_scale is None else (jnp.reshape(call.kv_scale, (1,)),) * 2
     return tuple(jnp.reshape(scale, (-1,)) for scale in (call.k_scale, call.v_scale) if scale is not None)
 
 
 def attend(
-    call: DecodeMLA | DecodeKV, queries: Sequence[jax.Array], config: QuantisedSwapABConfig, *, interpret: bool
+    call: DecodeMLA | DecodeKV | DecodeMLASparse,
+    plan: Plan,
+    queries: Sequence[jax.Array],
+    config: QuantisedSwapABConfig,
+    *,
+    interpret: bool,
 ) -> KernelResults:
     """Results of whole requests and splits, whose first axis is that of requests or splits x heads.
 
     `queries` are those of `call` as bf16 [B * heads, rows, ...], with 8 or 16 rows: query tokens x query heads of a KV
-    head.  `call` has a plan.
+    head.  For sparse attention, each query token is a request of its own.
     """
     tiles = tiles_of(call.entry, call.pages, interpret=interpret)
-    _, tokens, query_heads, _ = (call.q_latent if isinstance(call, DecodeMLA) else call.q).shape
-    group = query_heads // call.pages.num_heads
-    plan, window, ahead, logit_cap, scales = call.plan, call.window, call.ahead, call.logit_cap, _scales(call)
-    buffer, pages = in_entries_dtype(call.buffer, call.pages, tiles.dtype)
+    source = SlotSource(call, interpret) if isinstance(call, DecodeMLASparse) else PageSource(call, tiles)
+    logit_cap, scales, pages = call.logit_cap, _scales(call), source.pages
     batch, rows, _ = queries[0].shape
     dtype, width = queries[0].dtype, GROUP * tiles.value_groups
     consumers, query_stages = config.consumers, config.query_stages
@@ -279,19 +386,20 @@ def attend(
 
     def body(*refs, **scratch):
         q_refs, refs = refs[: len(queries)], refs[len(queries) :]
-        kv_refs, refs = refs[: len(pages.parts)], refs[len(pages.parts) :]
+        kv_refs, refs = refs[: len(source.operands)], refs[len(source.operands) :]
         (
             table_ref, layer_ref, scale_ref, *scale_refs, partitions_ref, work_tiles_ref, split_requests_ref,
             out_ref, lse_ref, split_out_ref, split_lse_ref, split_scale_ref,
         ) = refs  # fmt: skip
         q, raw, p, other, stats = (scratch[name] for name in ("q", "raw", "p", "other", "stats"))
-        q_full, q_free, k_full, k_free, given, taken = (
-            scratch[name] for name in ("q_full", "q_free", "k_full", "k_free", "given", "taken")
+        q_full, q_free, k_free, given, taken = (
+            scratch[name] for name in ("q_full", "q_free", "k_free", "given", "taken")
         )
-        pdl_launch_dependents(split_requests_ref, interpret=interpret)
+        keys = source.keys(kv_refs, table_ref, scratch)
+        if not plan.whole:  # otherwise the next kernel may be one of XLA's, instead of `combine`
+            pdl_launch_dependents(split_requests_ref, interpret=interpret)
         partition, head, wg = (lax.axis_index(axis) for axis in ("partition", "head", "wg"))
         in_cache = (layer_ref[0] >= 0) & (layer_ref[0] < pages.num_layers)
-        table = PageTable(table_ref, pages)
         first, work_end, first_tile = load_work_range(partitions_ref, partition)
 
         def query_stage_of(n):
@@ -306,22 +414,19 @@ def attend(
 
         def producer():
             plgpu.set_max_registers(config.producer_registers, action="decrease")
-            paged = tiles.loader(kv_refs, table, jnp.where(in_cache, layer_ref[0], 0), head)
+            loader = keys.loader(layer_ref[0], in_cache, head)
 
-            def look_up_first(tile):
-                return paged.look_up(tile.request, tile.origin + tile.begin * TILE)
-
-            def fetch(request, origin, step, carry):
+            def fetch(tile, step, carry):
                 used, found = carry
                 stage = stage_of(used)
                 # These loads proceed while the producer waits for k_free.
-                next_found = paged.look_up(request, origin + (step + 1) * TILE)
+                next_found = loader.look_up(tile, step + 1)
 
                 @pl.when(used >= stages)
                 def _():
                     plgpu.barrier_wait(k_free.at[stage])
 
-                paged.fetch(found, origin + step * TILE, *tiles.parts(raw, stage, k_full.at[stage]))
+                loader.fetch(found, tile, step, stage)
                 return used + 1, next_found
 
             def store_queries(loaded, n):
@@ -341,14 +446,17 @@ def attend(
                 loaded = tiles.load_queries(q_refs, place_of(tile.request))
                 # At first, all stages are free, so their copies need not wait for the queries.
                 early = jnp.minimum(tile.begin + jnp.where(n == first, stages, 1), tile.end)
-                one = partial(fetch, tile.request, tile.origin)
+                one = partial(fetch, tile)
                 carry = lax.fori_loop(tile.begin, early, one, (used, found))
                 store_queries(loaded, n)
-                next_found = look_up_first(next_tile)  # early, while entries of this work tile are still to be fetched
+                next_found = loader.look_up(
+                    next_tile, next_tile.begin
+                )  # early, while entries of this work tile are still to be fetched
                 used, _ = lax.fori_loop(early, tile.end, one, carry)
                 return used, next_found, next_tile
 
-            used, *_ = lax.fori_loop(first, work_end, run, (jnp.int32(0), look_up_first(first_tile), first_tile))
+            found = loader.look_up(first_tile, first_tile.begin)
+            used, *_ = lax.fori_loop(first, work_end, run, (jnp.int32(0), found, first_tile))
 
             @pl.loop(jnp.maximum(used - stages, 0), used)
             def _(use):
@@ -434,16 +542,6 @@ def attend(
                 found = pl.run_scoped(product, *[plgpu.ACC((GROUP, N), jnp.float32)] * tiles.value_groups)
                 return [a + b for a, b in zip(acc, found, strict=True)] if interpret else found
 
-            def clear_unseen(stage, request, first_token, ends):
-                tiles.clear(raw, stage, jnp.clip(ends.seen - first_token, 0, TILE), TILE)
-                if window is not None:
-                    tiles.clear(raw, stage, 0, jnp.clip(first_seen(ends, tokens, window) - first_token, 0, TILE))
-                for c, block in enumerate(table.blocks(request, first_token)):
-                    begin = c * table.copy_rows
-                    unknown = jnp.where(table.known(block), 0, table.copy_rows)
-                    tiles.clear(raw, stage, begin, begin + unknown)
-                plgpu.commit_smem()
-
             def step(request, origin, ends, unmasked, query_stage, row_scale, begin, used, i, carry):
                 acc, running_max, row_sum = carry
                 stage = stage_of(used + i - begin)
@@ -451,20 +549,13 @@ def attend(
                 z = opaque_zero(i) if tiles.value_groups > 2 else 0
                 first_token = origin + i * TILE
                 masked = (i < unmasked[0]) | (i >= unmasked[1])
-                plgpu.barrier_wait(k_full.at[stage])
-
-                @pl.when(masked)
-                def _():
-                    clear_unseen(stage, request, first_token, ends)
-
+                keys.wait(stage, used + i - begin)
+                place = Place(stage, request, first_token, ends, masked)
+                keys.clear_unseen(place)
                 s, weight_scales = scores(stage, z, query_stage, row_scale)
                 if logit_cap is not None:
                     s = cap_scores(s, logit_cap)
-                mask = partial(
-                    apply_mask, table=table, request=request, first_token=first_token, first_row=0, ends=ends,
-                    tokens=tokens, heads=group, keys=0, window=window, ahead=ahead,
-                )  # fmt: skip
-                s = lax.cond(masked, mask, lambda s: s, s)
+                s = keys.mask(place, s)
                 factor, logarithm = inverse_of_largest(weight_scales) if scaled else (None, None)
                 if logarithm is not None:
                     s = s + over_columns(logarithm, N)
@@ -559,7 +650,7 @@ def attend(
                 next_tile = load_work_tile(work_tiles_ref, n + 1)  # the loads proceed while this one is computed
                 seen, unmasked_end = (jnp.where(in_cache, x, 0) for x in (origin + tile.keys, tile.unmasked_end))
                 ends = ends_of(tile, seen)
-                unmasked_begin = 0 if window is None else first_unmasked(tile, TILE, window)
+                unmasked_begin = 0 if source.window is None else first_unmasked(tile, TILE, source.window)
                 query_stage = query_stage_of(n)
                 plgpu.barrier_wait(q_full.at[query_stage])
                 row_scale = plgpu.load(stats.at[INVERSES + query_stage], layout=COLUMN) * scale
@@ -610,17 +701,17 @@ def attend(
             "raw": tiles.raw_types(stages),
             "p": narrow(consumers, tiles.weight_groups, TILE, N, dtype=jnp.float16, swizzle=32),
             "other": narrow(consumers - 1, parts_at_once, GROUP, N, dtype=jnp.float32, swizzle=64),
-            "stats": plgpu.SMEM((STATS, N), jnp.float32),
+            "stats": plgpu.SMEM((source.stats, N), jnp.float32),
             "q_full": plgpu.Barrier(num_barriers=query_stages),
             "q_free": plgpu.Barrier(num_arrivals=consumers, num_barriers=query_stages),
-            "k_full": plgpu.Barrier(num_arrivals=tiles.copies(pages), num_barriers=stages),
+            **source.memory(stages),
             "k_free": plgpu.Barrier(num_barriers=stages),
             "given": plgpu.Barrier(num_barriers=consumers - 1),
             "taken": plgpu.Barrier(num_barriers=consumers - 1),
             **operands,
         },
     )(
-        *queries, *tiles.operands(buffer, pages), call.block_tables, jnp.reshape(call.layer, (1,)),
+        *queries, *source.operands, source.table, jnp.reshape(call.layer, (1,)),
         jnp.reshape(call.scale, (1,)), *scales, plan.partitions, plan.work_tiles, plan.split_requests,
     )  # fmt: skip
     return KernelResults(*results)

@@ -4,63 +4,69 @@ A plan is computed on the device from the lengths, once for all layers of a step
 
 The tokens of a request are counted in steps: pairs of 64-token tiles, or single tiles for MLA calls with few rows.  By
 default, the steps of all requests are laid end to end, and the line is divided into equal partitions: as many as fill
-the GPU, with a CTA for each partition, tile of rows and KV head.  Several divisions are compared: into as many
-partitions as fill the GPU or somewhat fewer, with and without gaps between requests, which stand for the cost of
-beginning and ending a request, and one that leaves all requests whole, if there are enough partitions.  The division
-with the least estimated time is used: the time of its longest partition and of combining its splits.
+the GPU, with a CTA for each partition, tile of rows and KV head.
+
+Several divisions are compared.  The candidates have from 7/8 of the partitions that fill the GPU up to all of them,
+each with and without gaps between requests (a gap is the cost of beginning and ending one).  Another one splits no
+request, if there are enough partitions.  The candidate with the least estimated time is used: the time of its longest
+partition and of combining its splits.
+
 A batch-invariant plan splits a request by its own length alone.
 
 A work tile is the part of a request that lies in one partition.  The work tiles of a request that was divided store
 splits, which `combine` merges.
 
-Algorithm.  For a boundary between partitions, a search for the request that it lies in returns how many steps, and
-requests, precede it.  Differences between neighbouring boundaries are the loads of partitions, and boundaries inside
-requests are splits.  To estimate the time of a division therefore takes one search per partition, and no comparison of
-all partitions with all requests.  `Division` has this algorithm once, on vectors: of XLA (`Arrays`), or in the
-registers of a CTA (`tile_scheduler_vectors.py`, which has what each thread does, in PTX).
+`Problem` and `Division` have the arithmetic of one request, boundary or work tile.  `divide_by_xla` applies it to
+arrays of all of them; two small kernels compute the same plan in less time.  In the kernels, vectors are spread over
+lanes, and scalars are uniform.
 
-Two small kernels compute it that way:
+Timeline of `compare`, a CTA of one warpgroup per candidate division and per request:
 
-    check       a CTA per request: whether the request needs a block that is not in the cache (an unknown block)
-    divide      one CTA of four warpgroups: the division of all requests, in registers and shared memory
+    load the lengths of all requests by TMA, into registers as a vector; steps of each request
+    a candidate's CTA                                       a request's CTA
+    sum of all steps, then the length of a partition        sum of the steps of all requests before it
+    a lane has a boundary between two partitions            load its row of the block table by TMA, 512 blocks at once:
+    per request: has it ended at the lane's boundary?         does it need a block that is not in the cache?
+    work before the boundary; the difference to the next    store its steps, those before it, and whether it needs one
+      boundary, of the next lane, is a partition's load
+    store the cost: of the maximum of loads, and of splits
 
-Timeline of `divide`.  It starts while `check` runs (programmatic dependent launch).
+Timeline of `divide`, a CTA of one warpgroup per request, per partition, and for the rows after the last work tile:
 
-    load the lengths; sizes, running sums
-    per boundary between partitions of a candidate division, 1,024 at once: search for the request that it lies in,
-      compute the load and the splits of the partition, reduce them per candidate
-    find the candidate of least cost; begins, counts and first partitions of requests
-    wait for `check`; steps that need no mask; store all of these as tables
-    per work tile, 512 at once: search for its request, store its columns; store its partition and request as tables
-    per partition: search for its first work tile, store its columns; requests that are split
+    wait for `compare`
+    the candidate of least cost; where its partitions and requests lie
+    a lane has a request: how many of its work tiles precede the first one of this CTA; sums over all requests are the
+      number of this work tile, of its request, and of its split
+    a request's CTA: store its first work tile, or all of them if the plan is batch-invariant
+    a partition's CTA: store the work tile that it begins with among partitions and, if it is not the first of its
+      request, among work tiles
+    split requests: by the request's CTA, or by that of the partition in which the request ends
 
-A batch-invariant plan has no candidates.  To keep the code short, most vectors have one register per thread, and both
-searches and the evaluation of candidates are loops.  A plan of 128 requests and 66 partitions takes 4.3 us on an H200;
-a single warpgroup with longer vectors and unrolled loops took 7.0.
+A batch-invariant plan has no candidates.
 
-Barriers.  All threads write a table, and then wait for each other.  Every table and every running sum has its own
-shared memory.
-Budget.  Shared memory: 12 tables of requests, two of work tiles, three of candidates and one of sums, 4 bytes per
-element: for 1,024 requests 68 KiB, or 120 KiB if the plan is batch-invariant.
-Registers: requests / 512 per vector of requests, and at most 128 per thread.
+What bounds it: latency.  The longest part is the loop over requests of `compare`, which takes 16 requests at a time, in
+108 instructions and about 180 cycles.  It is not unrolled further, because the code runs only once.
+
+Barriers.  `lengths_full` and `blocks_full`: a copy has arrived.  Between stores to shared memory and loads by other
+lanes, the warpgroup meets, as in all of Pallas's kernels without `unsafe_no_auto_barriers`.
+Budget.  Shared memory of `compare`: two or three vectors of requests, one of boundaries, 2 KiB of blocks; for 1,024
+requests 16 KiB.  Registers: for 1,024 requests, a vector has 8 per thread, and a thread uses up to 48.
 """
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.addressing import lengths_in_table, table_tokens
-from jaxkv_kernels.mosaic_gpu.interpreter.scheduler import InterpretedRegisters
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting, multiprocessors
-from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents, wait_for_previous
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
-from jaxkv_kernels.mosaic_gpu.tile_scheduler_vectors import LANES, SUMS, WARP, WARPS, Registers, at_once, padded
 from jaxkv_kernels.tuning import require
 from jaxkv_kernels.xla.paged import query_ranges
 
@@ -76,27 +82,20 @@ INVARIANT_SPLITS, INVARIANT_TOKENS = 8, 1024
 """Of a batch-invariant plan: the most splits of a request, and the fewest tokens of a split."""
 UNDIVIDED = 2**23
 """The length of a partition, in steps, in a division that leaves requests whole: more than any request has."""
-MOST_REQUESTS, MOST_TILES = 1024, 8192
-"""The most requests and work tiles for which `divide` has registers and shared memory."""
-AT_ONCE = 512
-"""The most work tiles, and columns of a block table, that are processed at once."""
-WARPGROUPS = 4
-"""Warpgroups of `divide`."""
-OF_REQUESTS = (
-    "sums",
-    "without_gaps",
-    "before",
-    "counts",
-    "sizes",
-    "begins",
-    "first",
-    "keys",
-    "unmasked_end",
-    "first_split",
-    "origin",
-    "after",
-)
-"""Names of the tables of requests."""
+MOST_REQUESTS = 1024
+"""The most requests for which kernels compute a plan: each of their threads has a vector of all requests."""
+LANES = 128
+"""Lanes of a warpgroup; vectors in registers have a multiple of this many elements."""
+BLOCKS = 512
+"""Columns of a block table that are looked up at once."""
+ALIGNED = 4
+"""Copies begin at multiples of this many elements, 16 bytes.  An H100 reports an illegal instruction otherwise."""
+UNROLL = 16
+"""Requests per iteration of the loop of `compare`."""
+CTAS_AT_END = 128
+"""The most CTAs of `divide` for the rows after the last work tile."""
+HUGE = 2**31 - 1
+"""More than any cost, and any number of a candidate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,42 +244,48 @@ def make_plan(
     `trailing` [B], `window` and `ahead` are those of `DecodeCall`.  A request without tokens has one step, all of it
     masked.  With a window, requests begin at the tile of the first key that some query sees.  Without `num_blocks`, no
     block is unknown, and only the shape of the tables matters.
-    `by_kernel` computes the schedule by one or two kernels on a Hopper GPU (with `interpret`, in the interpreter) if
-    they have room for it, otherwise by XLA, which takes several times as long.
+    `by_kernel` computes the schedule of up to MOST_REQUESTS requests by two kernels on a GPU (with `interpret`, in the
+    interpreter), others by XLA, which takes several times as long.
     """
     problem = Problem(
         batch=seq_lens.size,
         partitions=partitions,
         tokens=tokens,
+        capacity=table_tokens(block_tables, block_size),
         step=step,
         costs=costs,
         window=window,
         ahead=ahead,
         batch_invariant=batch_invariant,
     )
-    beyond = None
+    lengths = [seq_lens]
     if trailing is not None:
-        lengths = lengths_in_table(seq_lens, block_tables, block_size)
-        seq_lens = jnp.maximum(query_ranges(lengths, 1, None, ahead, trailing)[1][:, 0], 0)
-        beyond = seq_lens - (lengths - trailing)
-    if by_kernel and kernels_fit(problem):
-        divided = divide_by_kernels(
-            seq_lens, beyond, block_tables, problem, block_size=block_size, num_blocks=num_blocks, interpret=interpret
-        )
-        return Plan(*divided, max_splits=problem.max_splits)
-    lengths = lengths_in_table(seq_lens, block_tables, block_size)
-    if num_blocks is None:
-        return Plan(*divide_by_xla(lengths, beyond, jnp.zeros_like(lengths), problem), max_splits=problem.max_splits)
-    columns = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * block_size
-    seen = (columns + block_size > problem.origin(lengths, beyond)[:, None]) & (columns < lengths[:, None])
-    unknown = (((block_tables < 0) | (block_tables >= num_blocks)) & seen).any(axis=1).astype(jnp.int32)
-    return Plan(*divide_by_xla(lengths, beyond, unknown, problem), max_splits=problem.max_splits)
+        in_table = lengths_in_table(seq_lens, block_tables, block_size)
+        seen = jnp.maximum(query_ranges(in_table, 1, None, ahead, trailing)[1][:, 0], 0)
+        lengths = [seen, seen - (in_table - trailing)]
+    if by_kernel and problem.batch <= MOST_REQUESTS:
+        compared = _compare(lengths, block_tables, problem, block_size, num_blocks, interpret=interpret)
+        return Plan(*_divide(lengths, compared, problem, interpret=interpret), max_splits=problem.max_splits)
+    unknown = jnp.zeros_like(seq_lens)
+    if num_blocks is not None:
+        origin, keys, _ = problem.of_request(*lengths)
+        first = jnp.arange(block_tables.shape[1], dtype=jnp.int32) * block_size
+        unknown = _is_unknown(block_tables, num_blocks, first, block_size, *(x[:, None] for x in (origin, keys)))
+        unknown = unknown.any(axis=1).astype(jnp.int32)
+    return Plan(*divide_by_xla(lengths, unknown, problem), max_splits=problem.max_splits)
 
 
 def plan_slots(
-    counts, *, size: int, heads: int, costs: SplitCosts, batch_invariant: bool, by_kernel: bool = False
+    counts,
+    *,
+    size: int,
+    heads: int,
+    costs: SplitCosts,
+    batch_invariant: bool,
+    step: int = PAIR,
+    by_kernel: bool = False,
 ) -> Plan:
-    """The schedule of query tokens with `counts` [N] slots each, at most `size`."""
+    """The schedule of query tokens with `counts` [N] slots each, at most `size`, in steps of `step` slots."""
     partitions = most_partitions(-(-heads // TILE))
     # The kernel masks slots, so the plan only sees a table of one valid block per request.
     table = jnp.zeros((counts.size, 1), jnp.int32)
@@ -291,52 +296,11 @@ def plan_slots(
         tokens=1,
         block_size=size,
         num_blocks=None,
-        step=PAIR,
+        step=step,
         costs=costs,
         batch_invariant=batch_invariant,
         by_kernel=by_kernel,
     )
-
-
-class Vectors(Protocol):
-    """Vectors of int32.  They may be longer than requested; elements beyond that length are never used."""
-
-    def iota(self, count: int) -> jax.Array:
-        """0, 1, 2, ..."""
-
-    def tables(self, **named) -> dict[str, Any]:
-        """Vectors as tables for `take`, `read` and `search`."""
-
-    def read(self, table, i) -> jax.Array:
-        """table[i], a scalar."""
-
-    def take(self, table, i) -> jax.Array:
-        """table[i]; i is in range."""
-
-    def search(self, table, count: int, bound, *, equal: bool = False, slope=None) -> jax.Array:
-        """How many of the first `count` elements, which are sorted, are below `bound`; with `equal`, at most `bound`.
-
-        With `slope`, a vector like `bound`, compares table[i] + slope * i, which is sorted as well, instead of
-        table[i].
-        """
-
-    def cumsum(self, *xs) -> Any:
-        """Inclusive running sums: a vector for a single argument, otherwise a tuple of vectors."""
-
-    def candidates(
-        self, count: int, width: int, evaluate: Callable[[jax.Array], tuple[jax.Array, jax.Array]]
-    ) -> tuple[Any, Any]:
-        """Tables [count]: the maximum of the first and the sum of the second of `evaluate`, over `width` elements each.
-
-        `width` is a multiple of WARP.  `evaluate` maps a vector of element numbers (candidate * width + i) to two
-        vectors of non-negative numbers, and may call `following`.
-        """
-
-    def following(self, x) -> jax.Array:
-        """Within `evaluate`: the value of the next element.  The last of every WARP elements may get any value."""
-
-    def first_least(self, count: int, cost: Callable[[jax.Array], jax.Array]) -> jax.Array:
-        """The number of the (first) candidate of least cost, a scalar; `cost` maps a vector of numbers to costs."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -346,6 +310,8 @@ class Problem:
     batch: int
     partitions: int
     tokens: int
+    capacity: int
+    """The most tokens that a block table has room for."""
     step: int
     costs: SplitCosts
     window: int | None
@@ -374,42 +340,119 @@ class Problem:
         return self.partitions - self.partitions // 8
 
     @property
-    def candidates(self) -> int:
-        """How many divisions are compared.
-
-        These are divisions into `fewest` to `partitions` partitions, first with gaps, then without, and, if there are
-        enough partitions, one that leaves all requests whole.
-        """
-        return (self.partitions + 1 - self.fewest) * (1 if self.costs.overhead == 0 else 2) + self.may_be_whole
+    def with_gaps(self) -> int:
+        """How many candidates have gaps between requests: divisions into `fewest` to `partitions` partitions."""
+        return self.partitions + 1 - self.fewest
 
     @property
     def may_be_whole(self) -> bool:
-        """Whether each request can have a partition of its own."""
+        """Whether each request can have a partition of its own.  The last candidate then leaves all of them whole."""
         return self.batch <= self.partitions
 
     @property
-    def boundaries(self) -> int:
-        """Elements that a candidate has for the boundaries between its partitions, a multiple of WARP.
-
-        The last of each WARP boundaries is also the first of the next ones, because a load needs two boundaries.
-        """
-        return WARP * -(-self.partitions // (WARP - 1))
-
-    def origin(self, lengths, beyond):
-        """The token at which the steps of a request begin; `beyond` is that of `WorkTile`."""
-        if self.window is None:
-            return jnp.zeros_like(lengths)
-        query_ends = lengths if beyond is None else lengths - beyond
-        return _div(jnp.maximum(query_ends - (self.tokens - 1) - self.window, 0), TILE) * TILE
-
-    def hidden(self, beyond):
-        """How many tokens at the end, which other query tokens see, the first query token does not see."""
-        if self.ahead is None:
+    def candidates(self) -> int:
+        """How many divisions are compared: with gaps, then without, then that of whole requests."""
+        if self.batch_invariant:
             return 0
-        hidden = self.tokens - 1 - self.ahead
-        if beyond is None:
-            return max(hidden, 0)
-        return jnp.maximum(beyond, -hidden) + hidden  # in this order, no sum overflows
+        return self.with_gaps * (1 if self.costs.overhead == 0 else 2) + self.may_be_whole
+
+    def of_request(self, length, beyond=None) -> tuple[Any, Any, Any]:
+        """The token at which the steps of a request begin, its tokens from there on, and its steps.
+
+        `length` ends at the last token that some query token sees; `beyond` is that of `WorkTile`.
+        """
+        length = jnp.clip(length, 0, self.capacity)
+        origin = jnp.zeros_like(length)
+        if self.window is not None:
+            query_end = length if beyond is None else length - beyond
+            origin = _div(jnp.maximum(query_end - (self.tokens - 1) - self.window, 0), TILE) * TILE
+        keys = length - origin
+        return origin, keys, _ceil_div(keys, self.step)
+
+    def unmasked_end(self, keys, unknown, beyond=None) -> Any:
+        """The steps of a request that need no mask: none if it has `unknown` blocks."""
+        hidden = 0  # tokens at the end, which other query tokens see, but the first one does not
+        if self.ahead is not None:
+            hidden = self.tokens - 1 - self.ahead
+            # In this order, no sum overflows.
+            hidden = max(hidden, 0) if beyond is None else jnp.maximum(beyond, -hidden) + hidden
+        return jnp.where(unknown != 0, 0, _div(jnp.maximum(keys - hidden, 0), self.step))
+
+    def division(self, candidate, total) -> "Division":
+        """A candidate division of `total` steps; if the plan is batch-invariant, the only one."""
+        gap = jnp.int32(self.costs.overhead)
+        if self.batch_invariant:
+            return Division(self, _ceil_div(total + self.batch * gap, self.partitions), 1, gap)
+        has_gaps = candidate < self.with_gaps
+        gap = jnp.where(has_gaps, gap, 0)  # without gaps, equal requests are split alike
+        used = self.fewest + candidate - jnp.where(has_gaps, 0, self.with_gaps)
+        length = jnp.maximum(_ceil_div(total + self.batch * gap, used), self.costs.least)
+        if not self.may_be_whole:
+            return Division(self, length, 1, gap)
+        whole = candidate == self.candidates - 1
+        length, gap = (jnp.where(whole, UNDIVIDED, x) for x in (length, gap))
+        return Division(self, length, jnp.where(whole, 0, 1), gap)
+
+
+class Division(NamedTuple):
+    """Where requests and partitions lie on a line of steps."""
+
+    problem: Problem
+    length: Any
+    """Steps of a partition."""
+    in_line: Any
+    """1 if requests lie one after another; 0 if each begins at a partition of its own, which it does not leave."""
+    gap: Any
+    """Steps between the end of a request, or its begin if they are not in line, and the begin of the next one."""
+
+    def begin(self, request, before) -> Any:
+        """The step at which a request begins, if the requests before it have `before` steps."""
+        return self.in_line * before + self.gap * request
+
+    def passed(self, position, ended, before) -> tuple[Any, Any]:
+        """The work that lies before a position, in steps, and whether the position is inside a request.
+
+        `ended` requests, of `before` steps, end at the position or before it.
+        """
+        inside = jnp.maximum(position - self.begin(ended, before), 0)
+        inside = jnp.where(ended < self.problem.batch, inside, 0)
+        divides = jnp.where(inside > 0, 1, 0)
+        return before + inside + self.problem.costs.overhead * (ended + divides), divides
+
+    def cost(self, load, splits) -> Any:
+        """The cost of a division whose longest partition is `load` and which has `splits` positions inside requests."""
+        costs = self.problem.costs
+        return SPLIT_COST_UNIT * load + jnp.where(splits > 0, costs.combining, 0) + costs.split * splits
+
+    def place(self, request, before, size) -> tuple[Any, Any, Any]:
+        """Where a request of `size` steps begins, its steps, and how many work tiles it has."""
+        begin = self.begin(request, before)
+        if self.problem.batch_invariant:
+            count = jnp.clip(_div(size, INVARIANT_TOKENS // self.problem.step), 1, INVARIANT_SPLITS)
+        else:
+            count = _div(begin + size - 1, self.length) - _div(begin, self.length) + 1
+        return begin, size, count
+
+    def preceding(self, place, partition) -> Any:
+        """How many work tiles of a request at `place` are in earlier partitions."""
+        begin, size, count = place
+        if self.problem.batch_invariant:
+            before = jnp.clip(partition * self.length - begin, 0, size)
+            return _div(before * count + size - 1, size)
+        return jnp.clip(partition - _div(begin, self.length), 0, count)
+
+    def work_tile(self, place, n) -> tuple[Any, Any, Any]:
+        """The first step and the end of the n-th work tile of a request at `place`, and the tile's partition.
+
+        `n` may be larger than the number of work tiles; tables end with such rows.
+        """
+        begin, size, count = place
+        if self.problem.batch_invariant:
+            first, end = (_div(i * size, count) for i in (n, n + 1))
+            return first, end, _div(begin + first, self.length)
+        partition = _div(begin, self.length) + n
+        first, end = (jnp.clip(p * self.length - begin, 0, size) for p in (partition, partition + 1))
+        return first, end, partition
 
 
 def _div(a, b):
@@ -422,328 +465,279 @@ def _ceil_div(a, b):
     return _div(jnp.maximum(a, 1) - 1, b) + 1
 
 
-class Division:
-    """The division of requests of `lengths`, which fit their tables; `unknown()` is 1 for those with unknown blocks.
+def _is_unknown(block, num_blocks, first, block_size, origin, keys) -> Any:
+    """Whether a block of a request is needed, but not in the cache; `first` is the number of its first token."""
+    is_seen = (first > origin - block_size) & (first < origin + keys)
+    return is_seen & ((block < 0) | (block >= num_blocks))
 
-    Lengths end at the last token that some query token sees; `beyond` is that of `WorkTile`.
+
+def divide_by_xla(lengths, unknown, problem: Problem) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`partitions`, `work_tiles` and `split_requests` of a plan.
+
+    `lengths` are one or two arrays [B], see `Problem.of_request`; `unknown` [B] is that of `Problem.unmasked_end`.
     """
+    _, *beyond = lengths
+    request = jnp.arange(problem.batch, dtype=jnp.int32)
+    origin, keys, sizes = problem.of_request(*lengths)
+    sums = jnp.cumsum(sizes)
+    before, total = sums - sizes, sums[-1]
 
-    def __init__(self, vectors: Vectors, problem: Problem, lengths, beyond, unknown: Callable[[], Any]):
-        self._v, self._problem = vectors, problem
-        request = vectors.iota(problem.batch)
-        valid = request < problem.batch
-        origin = problem.origin(lengths, beyond)
-        keys = lengths - origin
-        sizes = jnp.where(valid, _ceil_div(keys, problem.step), 0)
-        sums = vectors.cumsum(sizes)
-        self._of = vectors.tables(sums=sums, sizes=sizes)
-        self._total = vectors.read(self._of["sums"], problem.batch - 1)
-        if problem.batch_invariant:
-            gap, laid_out = jnp.int32(problem.costs.overhead), jnp.int32(1)
-            self._length = _ceil_div(self._total + problem.batch * gap, problem.partitions)
-        else:
-            gap, self._length, laid_out = self._least_cost(sizes, sums)
-        begins = laid_out * (sums - sizes) + gap * request
-        if problem.batch_invariant:
-            counts = jnp.clip(_div(sizes, INVARIANT_TOKENS // problem.step), 1, INVARIANT_SPLITS)
-            first = begins
-        else:
-            first = _div(begins, self._length)
-            counts = _div(jnp.maximum(begins + sizes - 1, 0), self._length) - first + 1
-        counts = jnp.where(valid, counts, 0)
-        is_split = counts > 1
-        after, first_split = vectors.cumsum(counts, jnp.where(is_split, counts, 0))
-        first_split -= counts
-        unmasked_end = _div(jnp.maximum(keys - problem.hidden(beyond), 0), problem.step)
-        unmasked_end = jnp.where(unknown() != 0, 0, unmasked_end)
-        self._of |= vectors.tables(
-            before=after - counts,
-            counts=counts,
-            begins=begins,
-            first=first,
-            keys=keys,
-            unmasked_end=unmasked_end,
-            first_split=first_split,
-            origin=origin,
-            after=after,
-            **({} if beyond is None else {"beyond": beyond}),
-        )
-        self._tiles = vectors.read(self._of["after"], problem.batch - 1)
-        self._own = request, is_split, first_split, counts
+    def cost(candidate):
+        division = problem.division(candidate, total)
+        position = jnp.arange(problem.partitions + 1, dtype=jnp.int32) * division.length
+        ends = division.begin(request, before) + sizes
+        ended = jnp.searchsorted(ends, position, side="right", method="compare_all").astype(jnp.int32)
+        passed, divides = division.passed(position, ended, jnp.where(ended > 0, sums[ended - 1], 0))
+        load = passed[1:] - passed[:-1] + problem.costs.overhead * divides[:-1]
+        return division.cost(load.max(), divides[:-1].sum())
 
-    def _least_cost(self, sizes, sums):
-        """The gap between requests and the length of a partition, both in steps, and whether requests lie end to end.
+    best = None
+    if not problem.batch_invariant:
+        best = jax.vmap(cost)(jnp.arange(problem.candidates, dtype=jnp.int32)).argmin().astype(jnp.int32)
+    division = problem.division(best, total)
+    *_, counts = places = division.place(request, before, sizes)
+    after, first_split = jnp.cumsum(counts), jnp.cumsum(jnp.where(counts > 1, counts, 0)) - counts
 
-        If they do not (0), each begins at a partition of its own, which it does not leave: the "gap" is the length.
-        """
-        problem, v, costs = self._problem, self._v, self._problem.costs
-        partitions, batch, overhead = problem.partitions, problem.batch, costs.overhead
-        count, width, with_gaps = problem.candidates, problem.boundaries, partitions + 1 - problem.fewest
+    tile = jnp.arange(problem.tiles, dtype=jnp.int32)
+    owner = jnp.searchsorted(after, tile, side="right", method="compare_all").astype(jnp.int32)
+    owner = jnp.minimum(owner, problem.batch - 1)
+    *_, count = place = tuple(x[owner] for x in places)
+    n = tile - (after - counts)[owner]
+    first, end, partition = division.work_tile(place, n)
+    split = jnp.where(count > 1, first_split[owner] + n, -1)
+    unmasked_end = problem.unmasked_end(keys, unknown, *beyond)
+    keys, unmasked_end, *others = (x[owner] for x in (keys, unmasked_end, origin, *beyond))
+    work_tiles = jnp.stack([owner, first, end, keys, unmasked_end, split, *others], axis=1)
 
-        def gap_of(candidate):
-            return jnp.where(candidate < with_gaps, overhead, 0)  # without gaps, equal requests are split alike
-
-        candidate = v.iota(count)
-        used = problem.fewest + candidate - jnp.where(candidate < with_gaps, 0, with_gaps)
-        length = jnp.maximum(_ceil_div(self._total + batch * gap_of(candidate), used), costs.least)
-        if problem.may_be_whole:
-            length = jnp.where(candidate < count - 1, length, UNDIVIDED)
-        tables = v.tables(lengths=length, without_gaps=sums - sizes)
-
-        def evaluate(element):
-            candidate = _div(element, width)
-            within = element - candidate * width
-            boundary = within - _div(within, WARP)
-            gap = gap_of(candidate)
-            position = boundary * v.take(tables["lengths"], jnp.minimum(candidate, count - 1))
-            started = v.search(tables["without_gaps"], batch, position, slope=gap)
-            last = jnp.maximum(started - 1, 0)
-            end, reached = v.take(self._of["sums"], last), position - gap * last
-            inside = jnp.where((started > 0) & (reached < end), 1, 0)
-            passed = jnp.where(started > 0, jnp.minimum(end, reached), 0) + overhead * started
-            load = v.following(passed) - passed + overhead * inside
-            if problem.may_be_whole:
-                size = v.take(self._of["sizes"], jnp.minimum(boundary, batch - 1))
-                own = jnp.where(boundary < batch, size + overhead, 0)
-                is_divided = candidate < count - 1
-                load, inside = jnp.where(is_divided, load, own), jnp.where(is_divided, inside, 0)
-            real = (boundary < partitions) & (within - WARP * _div(within, WARP) < WARP - 1)
-            return jnp.where(real, load, 0), jnp.where(real, inside, 0)
-
-        loads, splits = v.candidates(count, width, evaluate)
-
-        def cost(candidate):
-            split, load = v.take(splits, candidate), v.take(loads, candidate)
-            return SPLIT_COST_UNIT * load + jnp.where(split > 0, costs.combining, 0) + costs.split * split
-
-        best = v.first_least(count, cost)
-        gap, length, laid_out = gap_of(best), v.read(tables["lengths"], best), jnp.int32(1)
-        if problem.may_be_whole:
-            is_whole = best == count - 1
-            gap, laid_out = jnp.where(is_whole, length, gap), jnp.where(is_whole, 0, laid_out)
-        return gap, length, laid_out
-
-    def work_tiles(self, tile, request=None) -> tuple[tuple[Any, ...], Any, Any]:
-        """For work tiles by number: columns of `WorkTile`, partitions, and whether each is the last of its request.
-
-        `request` has the requests of these tiles if they are known already.
-        """
-        problem, v, of = self._problem, self._v, self._of
-        if request is None:
-            request = jnp.minimum(v.search(of["after"], problem.batch, tile, equal=True), problem.batch - 1)
-
-        def look_up(name):
-            return v.take(of[name], request)
-
-        nth, count, size, begins = tile - look_up("before"), look_up("counts"), look_up("sizes"), look_up("begins")
-        if problem.batch_invariant:
-            begin, end = (_div(n * size, jnp.maximum(count, 1)) for n in (nth, nth + 1))
-            partition = _div(begins + begin, self._length)
-        else:
-            partition = look_up("first") + nth
-            begin, end = (
-                jnp.minimum(jnp.maximum(p * self._length - begins, 0), size) for p in (partition, partition + 1)
-            )
-        split = jnp.where(count > 1, look_up("first_split") + nth, -1)
-        names = ("origin", "beyond") if "beyond" in of else ("origin",)
-        columns = (request, begin, end, look_up("keys"), look_up("unmasked_end"), split, *map(look_up, names))
-        live = tile < self._tiles
-        return columns, jnp.where(live, partition, problem.partitions), live & (nth == count - 1)
-
-    def partitions(self, ordered, requests) -> tuple[Sequence[Any], Any]:
-        """Columns of `Plan.partitions`, and whether the first work tile of each is the last of its request.
-
-        `ordered` and `requests` are tables of the work tiles' partitions and requests.
-        """
-        problem, v = self._problem, self._v
-        first = v.search(ordered, problem.tiles, v.iota(problem.partitions + 1))
-        tile = jnp.minimum(first, problem.tiles - 1)
-        columns, _, last = self.work_tiles(tile, v.take(requests, tile))
-        return (first, *columns), last
-
-    def split_requests(self, request, last) -> Sequence[Any]:
-        """Columns of `Plan.split_requests`.
-
-        `request` has the requests of the first work tiles of partitions, and `last` whether these tiles are the last of
-        their requests.
-        """
-        problem = self._problem
-        if problem.combined == problem.batch:
-            request, is_split, first_split, counts = self._own
-            return jnp.where(is_split, request, -1), first_split, counts
-        # The last split of a request is the first work tile of a partition.
-        first_split, counts = (self._v.take(self._of[name], request) for name in ("first_split", "counts"))
-        return jnp.where(last & (counts > 1), request, -1), first_split, counts
+    starts = jnp.where(n < count, partition, problem.partitions)
+    starts = jnp.searchsorted(starts, jnp.arange(problem.partitions + 1), method="compare_all").astype(jnp.int32)
+    tiles = jnp.minimum(starts, problem.tiles - 1)
+    ending, is_last = request, jnp.bool(True)
+    if problem.combined != problem.batch:  # the last split of a request is the first work tile of a partition
+        ending, is_last = owner[tiles[:-1]], (n == count - 1)[tiles[:-1]]
+    split = jnp.where(is_last & (counts > 1)[ending], ending, -1)
+    split_requests = jnp.stack([split, first_split[ending], counts[ending]], axis=1)
+    return jnp.concatenate([starts[:, None], work_tiles[tiles]], axis=1), work_tiles, split_requests
 
 
-class Arrays:
-    """`Vectors` of exactly the requested length."""
+def _compare(
+    lengths, block_tables, problem: Problem, block_size: int, num_blocks: int | None, *, interpret: bool
+) -> list[jax.Array]:
+    """The steps of each request, the steps of all requests before it, its `unknown`; the cost of each candidate."""
+    requests, boundaries, columns = _padded(problem.batch), _padded(problem.partitions + 1), block_tables.shape[1]
 
-    def iota(self, count):
-        """See `Vectors`."""
-        return jnp.arange(count, dtype=jnp.int32)
+    def body(*refs, lengths_s, lengths_full, sizes_s, passed_s, blocks_s, blocks_full):
+        *inputs, sizes_ref, before_ref, unknown_ref, costs_ref = refs
+        lengths_refs, table_refs = inputs[: len(lengths)], inputs[len(lengths) :]
+        pdl_launch_dependents((), interpret=interpret)
+        for ref, to in zip(lengths_refs, lengths_s, strict=True):
+            _fetch(ref, 0, to, lengths_full)
+        plgpu.barrier_wait(lengths_full)
+        number = _iota(requests)
+        _, _, sizes = problem.of_request(*map(_load, lengths_s))
+        sizes = jnp.where(number < problem.batch, sizes, 0)
+        candidate = lax.axis_index("cta")
+        request = candidate - problem.candidates
 
-    def tables(self, **named):
-        """See `Vectors`."""
-        return named
+        @pl.when(candidate < problem.candidates)
+        def _():
+            costs_ref[candidate] = _cost(problem, candidate, sizes, sizes_s, passed_s)
 
-    def read(self, table, i):
-        """See `Vectors`."""
-        return table[i]
+        @pl.when(request >= 0)
+        def _():
+            origin, keys, size = problem.of_request(*(ref[request] for ref in lengths_refs))
+            sizes_ref[request] = size
+            before_ref[request] = jnp.sum(jnp.where(number < request, sizes, 0))
 
-    def take(self, table, i):
-        """See `Vectors`."""
-        return table[i]
+            row = request * columns
+            before = row % ALIGNED
+            first_column = _iota(BLOCKS) - before
 
-    def search(self, table, count, bound, *, equal=False, slope=None):
-        """See `Vectors`."""
-        if slope is None:
-            side = "right" if equal else "left"
-            return jnp.searchsorted(table[:count], bound, side=side, method="compare_all").astype(jnp.int32)
-        values = table[:count] + slope[:, None] * jnp.arange(count, dtype=jnp.int32)
-        passed = values <= bound[:, None] if equal else values < bound[:, None]
-        return passed.sum(axis=1, dtype=jnp.int32)
+            def some_blocks(table_ref, n, unknown):
+                start = n * BLOCKS
+                plgpu.commit_smem()  # all lanes have loaded the blocks before
+                _fetch(table_ref, row - before + start, blocks_s, blocks_full)
+                plgpu.barrier_wait(blocks_full)
+                first = (first_column + start) * block_size
+                is_unknown = _is_unknown(_load(blocks_s), num_blocks, first, block_size, origin, keys)
+                return jnp.where(is_unknown, 1, unknown)
 
-    def cumsum(self, *xs):
-        """See `Vectors`."""
-        sums = tuple(map(jnp.cumsum, xs))
-        return sums if len(xs) > 1 else sums[0]
+            unknown = jnp.zeros_like(first_column)
+            for table_ref in table_refs:
+                end = _ceil_div(origin + keys + before * block_size, BLOCKS * block_size)
+                unknown = lax.fori_loop(0, end, partial(some_blocks, table_ref), unknown)
+            unknown_ref[request] = jnp.max(unknown)
 
-    def candidates(self, count, width, evaluate):
-        """See `Vectors`."""
-        first, second = (x.reshape(count, width) for x in evaluate(self.iota(count * width)))
-        return first.max(axis=1), second.sum(axis=1)
-
-    def following(self, x):
-        """See `Vectors`."""
-        return jnp.concatenate([x[1:], x[-1:]])
-
-    def first_least(self, count, cost):
-        """See `Vectors`."""
-        return jnp.argmin(cost(self.iota(count))).astype(jnp.int32)
-
-
-def divide_by_xla(lengths, beyond, unknown, problem: Problem) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`partitions`, `work_tiles` and `split_requests` of a plan for `lengths` [B]; see `Division`."""
-    vectors = Arrays()
-    division = Division(vectors, problem, lengths, beyond, lambda: unknown)
-    columns, partition, _ = division.work_tiles(vectors.iota(problem.tiles))
-    partitions, last = division.partitions(partition, columns[0])
-    split_requests = division.split_requests(partitions[1][:-1], last[:-1])
-    return jnp.stack(partitions, axis=1), jnp.stack(columns, axis=1), jnp.stack(split_requests, axis=1)
-
-
-def kernels_fit(problem: Problem) -> bool:
-    """Whether the kernels have room for a plan."""
-    return problem.batch <= MOST_REQUESTS and problem.tiles <= MOST_TILES
-
-
-def divide_by_kernels(
-    seq_lens, beyond, block_tables, problem: Problem, *, block_size: int, num_blocks: int | None, interpret: bool
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`partitions`, `work_tiles` and `split_requests` of a plan; see `make_plan` and `Division`."""
-    of_requests = [seq_lens] if beyond is None else [seq_lens, beyond]
-    names = OF_REQUESTS if beyond is None else (*OF_REQUESTS, "beyond")
-    checked = []
-    if num_blocks is not None:
-        check = partial(_check, block_size=block_size, num_blocks=num_blocks, interpret=interpret)
-        checked.append(check(of_requests, block_tables, problem))
-    warpgroups = 1 if interpret else WARPGROUPS  # the interpreter's vectors are arrays of one thread
-    threads = warpgroups * LANES
-    requests = padded(problem.batch, threads)
-    boundaries = problem.candidates * problem.boundaries
-    candidates = -(-padded(boundaries, at_once(boundaries, threads)) // problem.boundaries)
-    step = min(padded(problem.tiles, threads), AT_ONCE)
-    chunks = -(-problem.tiles // step)
-    most = table_tokens(block_tables, block_size)
-    columns = 6 + len(of_requests)
-
-    def body(*refs, **scratch):
-        *refs, partitions_ref, work_tiles_ref, split_requests_ref = refs
-        of_requests_refs, unknown_refs = refs[: len(of_requests)], refs[len(of_requests) :]
-        vectors = (InterpretedRegisters if interpret else Registers)(scratch, warpgroups)
-        lengths, *more = (vectors.load(ref, problem.batch) for ref in of_requests_refs)
-        lengths, beyond = jnp.clip(lengths, 0, most), more[0] if more else None
-
-        def unknown():
-            if not unknown_refs:
-                return jnp.zeros_like(lengths)
-            wait_for_previous(interpret=interpret)
-            return vectors.load(unknown_refs[0], problem.batch)
-
-        division = Division(vectors, problem, lengths, beyond, unknown)
-
-        def tiles(n, _):
-            start = n * step
-            found, partition, _ = division.work_tiles(vectors.iota(step) + start)
-            vectors.store_rows(work_tiles_ref, found, start)
-            vectors.store(start, (scratch["ordered"], partition), (scratch["requests"], found[0]))
-            return ()
-
-        lax.fori_loop(0, chunks, tiles, ())
-        partitions, last = division.partitions(scratch["ordered"], scratch["requests"])
-        vectors.store_rows(partitions_ref, partitions, jnp.int32(0))
-        vectors.store_rows(split_requests_ref, division.split_requests(partitions[1], last), jnp.int32(0))
-
-    def table(count):
-        return plgpu.SMEM((padded(count, threads),), jnp.int32)
-
-    def rows(*shape) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.int32)
-
-    return kernel(
-        body,
-        interpret=interpret,
-        waits=bool(checked),
-        kernel_name="plan_divide",
-        grid=(1,),
-        grid_names=("cta",),
-        num_threads=warpgroups,
-        thread_name="wg",
-        out_type=[rows(problem.partitions + 1, 1 + columns), rows(problem.tiles, columns), rows(problem.combined, 3)],
-        scratch_types={
-            **{name: table(requests) for name in names},
-            **{name: table(chunks * step) for name in ("ordered", "requests")},
-            **{name: table(candidates) for name in ("lengths", "loads", "splits")},
-            "warps": table(SUMS * requests // threads * WARPS * warpgroups),
-        },
-    )(*of_requests, *checked)
-
-
-def _check(
-    of_requests, block_tables, problem: Problem, *, block_size: int, num_blocks: int, interpret: bool
-) -> jax.Array:
-    """int32 [B]: 1 for requests that need a block that is not in the cache, 0 for others."""
-    most = table_tokens(block_tables, block_size)
-
-    def body(*refs):
-        *of_requests_refs, table_ref, unknown_ref = refs
-        pdl_launch_dependents(of_requests_refs, interpret=interpret)
-        vectors, request = (InterpretedRegisters if interpret else Registers)({}), lax.axis_index("request")
-        length, *more = (ref[request] for ref in of_requests_refs)
-        length = jnp.clip(length, 0, most)
-        origin = problem.origin(length, more[0] if more else None)
-
-        def columns(n, unknown):
-            start = n * AT_ONCE
-            block = vectors.load(table_ref, AT_ONCE, request, start=start)
-            first = (vectors.iota(AT_ONCE) + start) * block_size
-            seen = (first > origin - block_size) & (first < length)
-            return jnp.where(seen & ((block < 0) | (block >= num_blocks)), 1, unknown)
-
-        none = jnp.zeros_like(vectors.iota(AT_ONCE))
-        needed = lax.div(jnp.maximum(length, 1) - 1, jnp.int32(block_size * AT_ONCE)) + 1
-        unknown_ref[request] = jnp.max(lax.fori_loop(0, needed, columns, none))
-
-    out: Any = jax.ShapeDtypeStruct((problem.batch,), jnp.int32)
     return kernel(
         body,
         interpret=interpret,
         reduction_bytes=4 * LANES,
-        kernel_name="plan_check",
-        grid=(problem.batch,),
-        grid_names=("request",),
+        kernel_name="plan_compare",
+        grid=(problem.candidates + problem.batch,),
+        grid_names=("cta",),
         num_threads=1,
         thread_name="wg",
-        out_type=out,
-    )(*of_requests, block_tables)
+        out_type=[_rows(requests), _rows(requests), _rows(problem.batch), _rows(_padded(max(problem.candidates, 1)))],
+        scratch_types={
+            "lengths_s": [_smem(requests) for _ in lengths],
+            "lengths_full": plgpu.Barrier(num_arrivals=len(lengths) * requests // LANES),
+            "sizes_s": _smem(requests),
+            "passed_s": _smem(boundaries + LANES),
+            "blocks_s": _smem(BLOCKS),
+            "blocks_full": plgpu.Barrier(num_arrivals=BLOCKS // LANES),
+        },
+    )(*lengths, *[block_tables.reshape(-1)] * (num_blocks is not None))
+
+
+def _cost(problem: Problem, candidate, sizes, sizes_s, passed_s) -> jax.Array:
+    """The cost of a candidate, in `compare`, for requests of `sizes` steps; 0 after the last request."""
+    sizes_s[...] = sizes
+    steps = jnp.sum(sizes)
+    division = problem.division(candidate, steps)
+    boundary = _iota(passed_s.size - LANES)
+    position = boundary * division.length
+
+    def some_requests(carry):
+        request, total, ended, before = carry
+        for _ in range(UNROLL):
+            begin, size = division.begin(request, total), sizes_s[request]
+            request, total = request + 1, total + size
+            has_ended = begin + size <= position
+            ended, before = jnp.where(has_ended, request, ended), jnp.where(has_ended, total, before)
+        return request, total, ended, before
+
+    start = jnp.int32(0), jnp.int32(0), jnp.zeros_like(boundary), jnp.zeros_like(boundary)
+    *_, ended, before = lax.while_loop(lambda carry: carry[1] < steps, some_requests, start)
+    # The loop also counts some elements after the last request.
+    passed, inside = division.passed(position, jnp.minimum(ended, problem.batch), before)
+    passed_s[pl.ds(0, boundary.size)] = passed
+    load = _load(passed_s.at[pl.ds(1, boundary.size)]) - passed + problem.costs.overhead * inside
+    load, inside = (jnp.where(boundary < problem.partitions, x, 0) for x in (load, inside))
+    return division.cost(jnp.max(load), jnp.sum(inside))
+
+
+def _divide(lengths, compared, problem: Problem, *, interpret: bool) -> list[jax.Array]:
+    """`partitions`, `work_tiles` and `split_requests` of a plan, from the results of `_compare`."""
+    batch, partitions, columns = problem.batch, problem.partitions, 6 + len(lengths)
+    ends = min(problem.tiles - batch, CTAS_AT_END)
+
+    def body(*refs):
+        *lengths_refs, sizes_ref, before_ref, unknown_ref, costs_ref = refs[:-3]
+        partitions_ref, work_tiles_ref, split_requests_ref = refs[-3:]
+        own_request = lax.axis_index("cta")
+        own_partition = own_request - batch
+        own_end = own_partition - (partitions + 1)
+        of_request, at_end = own_request < batch, own_end >= 0
+        of_partition = ~of_request & ~at_end
+        # All loads that depend on nothing come first, so that they overlap.
+        number, sizes, before = _iota(sizes_ref.size), _load(sizes_ref), _load(before_ref)
+        total, best = sizes_ref[batch - 1] + before_ref[batch - 1], None
+        if not problem.batch_invariant:
+            candidate = _iota(costs_ref.size)
+            costs = jnp.where(candidate < problem.candidates, _load(costs_ref), HUGE)
+            best = jnp.min(jnp.where(costs == jnp.min(costs), candidate, HUGE))
+        division = problem.division(best, total)
+
+        # How many work tiles of each request precede this CTA's: all or none, or those in earlier partitions.
+        *_, counts = places = division.place(number, before, sizes)
+        partition = jnp.where(of_partition, own_partition, 0)
+        whole_requests = jnp.where(of_request, own_request, jnp.where(at_end, batch, 0))
+        preceding = jnp.where(number < whole_requests, counts, division.preceding(places, partition))
+        preceding = jnp.where(number < batch, preceding, 0)  # nothing was stored for numbers after the last request
+        tile, split = jnp.sum(preceding), jnp.sum(jnp.where(counts > 1, preceding, 0))
+        request = jnp.sum(jnp.where((preceding == counts) & (number < batch), 1, 0))
+        request = jnp.minimum(request, batch - 1)
+
+        *_, count = place = division.place(request, before_ref[request], sizes_ref[request])
+        n = jnp.where(at_end, count, division.preceding(place, partition))
+        is_split = count > 1
+        length, *beyond = (ref[request] for ref in lengths_refs)
+        origin, keys, _ = problem.of_request(length, *beyond)
+        unmasked_end = problem.unmasked_end(keys, unknown_ref[request], *beyond)
+
+        def row(i):
+            """Columns of the i-th work tile after the first one of this CTA."""
+            first, end, _ = division.work_tile(place, n + i)
+            return request, first, end, keys, unmasked_end, jnp.where(is_split, split + i, -1), origin, *beyond
+
+        def store_tile(i, _):
+            _store(work_tiles_ref, tile + i, *row(i))
+            return ()
+
+        @pl.when(of_request)
+        def _():
+            # The other work tiles of a request begin a partition, unless the plan is batch-invariant.
+            lax.fori_loop(0, count if problem.batch_invariant else 1, store_tile, ())
+
+        @pl.when(of_partition)
+        def _():
+            if not problem.batch_invariant:
+                pl.when((n > 0) & (n < count))(lambda: _store(work_tiles_ref, tile, *row(0)))
+            kept = jnp.minimum(problem.tiles - 1 - tile, 0)  # a partition may begin at the end of the table
+            _store(partitions_ref, partition, tile, *row(kept))
+
+        @pl.when(at_end)
+        def _():
+            steps = _div(jnp.maximum(problem.tiles - tile - own_end, 0) + ends - 1, ends)
+            lax.fori_loop(0, steps, lambda i, _: store_tile(own_end + i * ends, _), ())
+
+        by_request = problem.combined == batch
+        is_last = is_split & (by_request | (n == count - 1))
+
+        @pl.when(of_request if by_request else of_partition & (partition < partitions))
+        def _():
+            values = jnp.where(is_last, request, -1), split - jnp.where(is_split, n, 1), count
+            _store(split_requests_ref, request if by_request else partition, *values)
+
+    return kernel(
+        body,
+        interpret=interpret,
+        reduction_bytes=4 * LANES,
+        kernel_name="plan_divide",
+        grid=(batch + partitions + 1 + ends,),
+        grid_names=("cta",),
+        num_threads=1,
+        thread_name="wg",
+        out_type=[_rows(partitions + 1, 1 + columns), _rows(problem.tiles, columns), _rows(problem.combined, 3)],
+    )(*lengths, *compared)
+
+
+def _padded(count: int) -> int:
+    """`count`, rounded up to whole vectors."""
+    return count + -count % LANES
+
+
+def _rows(*shape: int) -> Any:
+    """An array of int32 in device memory."""
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _smem(size: int) -> Any:
+    """An array of int32 in shared memory."""
+    return plgpu.SMEM((size,), jnp.int32)
+
+
+def _iota(size: int) -> jax.Array:
+    """0, 1, 2, ... as a vector in registers."""
+    return plgpu.layout_cast(lax.iota(jnp.int32, size), plgpu.Layout.WG_STRIDED((size,), 1))
+
+
+def _load(ref) -> jax.Array:
+    """A vector in registers."""
+    return plgpu.load(ref, layout=plgpu.Layout.WG_STRIDED(ref.shape, 1))
+
+
+def _store(ref, row, *values) -> None:
+    """Stores a row of a table."""
+    for column, value in enumerate(values):
+        ref[row, column] = value
+
+
+def _fetch(ref, start, to, full) -> None:
+    """Copies elements of `ref`, from `start` on, a multiple of ALIGNED, to shared memory; zeros after its end."""
+
+    def copy(n, _):
+        plgpu.copy_gmem_to_smem(ref.at[pl.ds(start + n * LANES, LANES)], to.at[pl.ds(n * LANES, LANES)], full)
+        return ()
+
+    lax.fori_loop(0, to.shape[0] // LANES, copy, ())

@@ -1,11 +1,11 @@
 """Sorts the chosen keys of a row, largest first, equal keys by place.
 
-A bitonic network.  Thread t has elements t * n to t * n + n - 1 in registers: short distances are between registers of
-a thread, longer ones between lanes (shuffles), the longest between warps (shared memory).
+A counting sort: a histogram of the range of the chosen keys gives the position at which each bin begins, the keys are
+grouped by bins in shared memory, and each key is compared with those of its bin.
 
-It first sorts words of 32 bits: the leading bits of a key's distance from the smallest key, and the key's slot.  Then
-it looks up keys and places, and exchanges neighbours that are in the wrong order.  If more than a few keys have equal
-leading bits, that does not suffice, and it sorts pairs of 64 bits: keys and the complements of places.
+Where more keys than CROWDED share a bin, for example equal keys, a bitonic network sorts pairs of 64 bits instead: keys
+and the complements of places.  Thread t has elements t * n to t * n + n - 1 in registers: short distances are between
+registers of a thread, longer ones between lanes (shuffles), the longest between warps (shared memory).
 """
 
 from collections.abc import Callable
@@ -13,50 +13,77 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith
 
+from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables, element, slot_of
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import array, elements, splat
 from jaxkv_kernels.mosaic_gpu.ptx.inline import c32, i32, ptx
 from jaxkv_kernels.mosaic_gpu.runtime.registers import SCALAR
-from jaxkv_kernels.mosaic_gpu.topk_chunk import EMPTY, THREADS, element, shared, thread, total
+from jaxkv_kernels.mosaic_gpu.topk_chunk import (
+    EMPTY,
+    LANES,
+    LOAD_BINS,
+    NUMBER,
+    THREADS,
+    VECTOR,
+    WARPGROUPS,
+    divided,
+    of_others,
+    scanned,
+    shared,
+    thread,
+    wait_for_all,
+)
 
 LANE_BITS = 5
-# Two elements: the larger first, or the smaller first if the last operand is not 0.
-EXCHANGE = {
-    1: (
-        "{ .reg .pred q; .reg .b32 x, y; max.u32 x, $2, $3; min.u32 y, $2, $3; setp.ne.b32 q, $4, 0; "
-        "selp.b32 $0, y, x, q; selp.b32 $1, x, y, q; }"
-    ),
-    2: (
-        "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 x<4>; mov.b64 a, {$5, $4}; mov.b64 b, {$7, $6}; "
-        "setp.gt.s64 p, b, a; setp.ne.b32 q, $8, 0; xor.pred p, p, q; "
-        "selp.b32 x0, $6, $4, p; selp.b32 x1, $7, $5, p; selp.b32 x2, $4, $6, p; selp.b32 x3, $5, $7, p; "
-        "mov.b32 $0, x0; mov.b32 $1, x1; mov.b32 $2, x2; mov.b32 $3, x3; }"
-    ),
-}
-# The larger of two elements; the smaller if the last operand is not 0.
-TAKE = {
-    1: (
-        "{ .reg .pred q; .reg .b32 x, y; max.u32 x, $1, $2; min.u32 y, $1, $2; setp.ne.b32 q, $3, 0; "
-        "selp.b32 $0, y, x, q; }"
-    ),
-    2: (
-        "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 x; mov.b64 a, {$3, $2}; mov.b64 b, {$5, $4}; "
-        "setp.gt.s64 p, b, a; setp.ne.b32 q, $6, 0; xor.pred p, p, q; "
-        "selp.b32 x, $4, $2, p; selp.b32 $1, $5, $3, p; mov.b32 $0, x; }"
-    ),
-}
-GREATER = (
-    "{ .reg .pred p; .reg .b64 a, b; mov.b64 a, {$2, $1}; mov.b64 b, {$4, $3}; setp.gt.s64 p, a, b; "
-    "selp.b32 $0, 1, 0, p; }"
+CROWDED = 64
+"""So many comparisons per key take about half the time of the network."""
+VALUE = "{ .reg .b32 s; shr.s32 s, $1, 31; and.b32 s, s, 0x7FFFFFFF; xor.b32 $0, s, $1; }"
+"""The bits of the float32 value of a key."""
+OFFSET = (
+    "{ .reg .f32 x, y; mov.b32 x, $1; mov.b32 y, $2; sub.rn.f32 x, x, y; mul.rn.f32 x, x, 0f3B800000; mov.b32 $0, x; }"
 )
-"""Whether the first pair is the larger one."""
+"""2**-8 times the difference of two values."""
+DISTANCE = (
+    "{ .reg .f32 x, y; mov.b32 x, $1; mov.b32 y, $3; min.f32 x, x, y; mov.b32 y, $2; sub.rn.f32 x, x, y; "
+    "mov.b32 y, $4; add.rn.f32 x, x, y; mov.b32 $0, x; }"
+)
+"""The bits of the distance of a value from the lowest one, plus an offset.  They are in the order of the values.
+
+Operands: the value, the lowest and the highest one, the offset.  NaN, and values above the highest, count as that.
+"""
+IN_BIN = (
+    "{ .reg .pred p; .reg .b32 n; setp.eq.s32 p, $2, %EMPTY; sub.s32 n, $4, $3; selp.b32 n, -1, n, p; "
+    "min.u32 n, n, $5; shr.u32 n, n, $6; mad.lo.u32 $0, n, 4, $7; atom.shared.add.u32 $1, [$0], 1; }"
+).replace("%EMPTY", str(EMPTY))
+"""Counts a key in its bin; bin 0 has the largest keys.  Results: the address of the bin, and the count before.
+
+Operands: the key, its DISTANCE, that of the highest key, the first distance after the range, SHIFT, the first
+bin.  EMPTY is in the
+bin after the last.
+"""
+LARGER_IN_BIN = (
+    "{ .reg .pred p; .reg .b32 a, n, m, c; .reg .b64 x, y; mov.b64 x, {$2, $1}; mov.b32 a, $3; mov.b32 c, 0; "
+    "LOOP: ld.shared.v2.b32 {n, m}, [a]; mov.b64 y, {n, m}; setp.gt.s64 p, y, x; @p add.s32 c, c, 1; "
+    "add.s32 a, a, 8; setp.lt.u32 p, a, $4; @p bra LOOP; mov.b32 $0, c; }"
+)
+"""How many pairs of shared memory, from address $3 to $4, are larger than a key and the complement of its place."""
+EXCHANGE = (
+    "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 x<4>; mov.b64 a, {$5, $4}; mov.b64 b, {$7, $6}; "
+    "setp.gt.s64 p, b, a; setp.ne.b32 q, $8, 0; xor.pred p, p, q; "
+    "selp.b32 x0, $6, $4, p; selp.b32 x1, $7, $5, p; selp.b32 x2, $4, $6, p; selp.b32 x3, $5, $7, p; "
+    "mov.b32 $0, x0; mov.b32 $1, x1; mov.b32 $2, x2; mov.b32 $3, x3; }"
+)
+"""Two pairs: the larger first, or the smaller first if the last operand is not 0."""
+TAKE = (
+    "{ .reg .pred p, q; .reg .b64 a, b; .reg .b32 x; mov.b64 a, {$3, $2}; mov.b64 b, {$5, $4}; "
+    "setp.gt.s64 p, b, a; setp.ne.b32 q, $6, 0; xor.pred p, p, q; "
+    "selp.b32 x, $4, $2, p; selp.b32 $1, $5, $3, p; mov.b32 $0, x; }"
+)
+"""The larger of two pairs; the smaller if the last operand is not 0."""
 SHUFFLE = "shfl.sync.bfly.b32 $0, $1, $2, 31, -1;"
 LOAD = "ld.shared.b32 $0, [$1 + {}];"
-BOUNDARY = 32
-"""The byte of the counters at which the first elements of the warps begin."""
 
 
 def layout(size: int) -> Any:
@@ -64,61 +91,149 @@ def layout(size: int) -> Any:
     return plgpu.Layout.WG_STRIDED((size,), 1)
 
 
-def store_sorted(refs, counters, low, high, out_ref, row, k: int) -> None:
+def store_sorted(refs, counters, bins, low, high, out_ref, row, k: int, tables: BlockTables | None) -> None:
     """Sorts keys and places in shared memory, and stores the places of the first `k` to a row; -1 for EMPTY.
 
-    `refs` are the keys, the places and memory for the words.  Their size is a power of two, at least 128.  Keys
-    that are not EMPTY are from `low` to `high`.
+    With `tables`, stores the slots of the places.
+
+    `refs` are the keys and places, which are halves of an array, and memory for as many pairs of these.  The number of
+    keys is a power of two, at least the threads of the CTA.  Keys that are not EMPTY are from `low` to `high`, or those
+    of infinity and NaN, and are before all others.  `bins` are 0.
     """
-    network = Network(refs)
-    words = network.sort(network.step(load_words, 1, (), (low, high), refs[:1]))
-    pairs = network.step(look_up, 2, words, (), refs[:2])
-    wrong = network.count_wrong(pairs, counters)
-    pairs = lax.cond(wrong > 0, lambda: network.sort(network.step(load, 2, (), (), refs[:2])), lambda: pairs)
+    sort = Sort(refs[0])
+    *elements, crowded = sort.count(counters, bins, low, high)
+    table_refs = [] if tables is None else [tables.array]
 
-    @plgpu.inline_mgpu(arg_types=([layout(network.size)] * 2, plgpu.RefType(), SCALAR))
-    def run(_, arrays, ref, row):
-        store(arrays, ref, row.registers.item(), k)
-
-    run(list(pairs), out_ref, row)
-
-
-class Network:
-    """Sorts arrays in registers: one of unsigned numbers, or two of keys and complemented places."""
-
-    def __init__(self, refs):
-        self._refs = refs
-        self.size = refs[0].shape[0]
-        self._own_bits = (self.size // THREADS).bit_length() - 1
-
-    def step(self, own: Callable[..., Any], results: int, arrays, scalars=(), refs=()) -> tuple[Any, ...]:
-        """What each thread does in `own`, which returns `results` arrays."""
-        shape = plgpu.ShapeDtypeStruct((self.size,), jnp.dtype(jnp.int32), layout=layout(self.size))
+    def store_all(how, arrays, refs=()):
+        """Stores what `how` finds: pairs and their positions."""
 
         @plgpu.inline_mgpu(
-            arg_types=([layout(self.size)] * len(arrays), [SCALAR] * len(scalars), [plgpu.RefType()] * len(refs)),
-            return_type=[shape] * results,
+            arg_types=(
+                [sort.layout] * len(arrays),
+                [plgpu.RefType()] * len(refs),
+                plgpu.RefType(),
+                [plgpu.RefType()] * len(table_refs),
+                SCALAR,
+            )
+        )
+        def run(_, arrays, refs, ref, table_refs, row):
+            own = None if tables is None else tables._replace(array=table_refs[0])
+            store(how(arrays, refs), ref, row.registers.item(), k, own)
+
+        run(list(arrays), list(refs), out_ref, table_refs, row)
+
+    lax.cond(
+        crowded > 0,
+        lambda: store_all(in_order, sort.network(sort.load())),
+        lambda: store_all(sort.ranked, elements, refs),
+    )
+
+
+class Sort:
+    """Sorts the keys and places of a CTA: by `count` and `ranked`, or by a network."""
+
+    def __init__(self, ref):
+        self._ref = ref
+        self.size = ref.shape[0] // 2
+        self._own_bits = (self.size // THREADS).bit_length() - 1
+        self._of_warpgroup = self.size // WARPGROUPS
+        self.layout = layout(self._of_warpgroup)
+
+    def step(self, own: Callable[..., Any], arrays, scalars=(), refs=()) -> tuple[Any, ...]:
+        """What each thread does in `own`, which returns two arrays."""
+        shape = plgpu.ShapeDtypeStruct((self._of_warpgroup,), jnp.dtype(jnp.int32), layout=self.layout)
+
+        @plgpu.inline_mgpu(
+            arg_types=([self.layout] * len(arrays), [SCALAR] * len(scalars), [plgpu.RefType()] * len(refs)),
+            return_type=[shape] * 2,
         )
         def run(_, arrays, scalars, refs):
             return own(arrays, refs, *(x.registers.item() for x in scalars))
 
         return tuple(run(list(arrays), list(scalars), list(refs)))
 
-    def count_wrong(self, pairs, counters):
-        """The number of pairs of neighbours that are in the wrong order."""
+    def load(self) -> tuple[Any, ...]:
+        """Keys and complements of places."""
+        return self.step(self._load, (), (), [self._ref])
+
+    def count(self, counters, bins, low, high) -> list[Any]:
+        """Counts keys in `bins`, which then become the positions at which the bins begin.
+
+        Returns keys, places, the addresses of the keys' bins, how many keys of the bin were counted before; and 1 if a
+        bin is crowded, or else 0.
+        """
+        shape = plgpu.ShapeDtypeStruct((self._of_warpgroup,), jnp.dtype(jnp.int32), layout=self.layout)
 
         @plgpu.inline_mgpu(
-            arg_types=([layout(self.size)] * 2, plgpu.RefType()),
-            return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR),
+            arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.RefType(), SCALAR, SCALAR),
+            return_type=[shape] * 4 + [NUMBER],
         )
-        def run(_, arrays, counters):
-            return count_wrong(arrays, counters)
+        def run(_, ref, counters, bins, low, high):
+            low, high = low.registers.item(), high.registers.item()
+            keys, places = zip(*self._load_all(ref, thread()), strict=True)
+            base, first_bin = shared(counters), shared(bins)
+            # Bins have a relative width, of the distance from the lowest value: most values are near it.  The offset
+            # bounds the number of powers of two.
+            low, high, *values = (ptx(VALUE, key, result_types=i32()) for key in (low, high, *keys))
+            offset = ptx(OFFSET, high, low, result_types=i32())
+            low, high, *distances = (
+                ptx(DISTANCE, value, low, high, offset, result_types=i32()) for value in (low, high, *values)
+            )
+            shift, last, outside = divided(arith.subi(high, low))
+            counted = []
+            for key, distance in zip(keys, distances, strict=True):
+                operands = key, distance, high, outside, shift, first_bin
+                counted.append(ptx(IN_BIN, *operands, result_types=[i32()] * 2, has_side_effects=True))
+            wait_for_all()
+            first = arith.muli(thread(), c32(VECTOR))
+            address = arith.addi(first_bin, arith.muli(first, c32(4)))
+            held = ptx(LOAD_BINS, address, result_types=[i32()] * VECTOR, has_side_effects=True)
+            crowded: Any = c32(0)
+            for n, own in enumerate(held):
+                inside = arith.cmpi(arith.CmpIPredicate.sle, arith.addi(first, c32(n)), last)
+                crowded = arith.maxsi(crowded, arith.select(inside, own, c32(0)))
+            own = arith.addi(arith.addi(held[0], held[1]), arith.addi(held[2], held[3]))
+            start = arith.subi(scanned(base, own, down=False), own)
+            code = f"{{ .reg .pred p; setp.gt.s32 p, $1, {CROWDED}; bar.red.or.pred p, 0, p; selp.b32 $0, 1, 0, p; }}"
+            crowded = ptx(code, crowded, result_types=i32(), has_side_effects=True, convergent=True)
+            start = arith.addi(start, of_others(base, "ge")[0])
+            starts = [start]
+            for number in held:
+                starts.append(arith.addi(starts[-1], number))
+            ptx("st.shared.v4.b32 [$0], {$1, $2, $3, $4};", address, *starts[:VECTOR], has_side_effects=True)
+            last_thread = arith.cmpi(arith.CmpIPredicate.eq, thread(), c32(THREADS - 1))
+            ptx(f"st.shared.b32 [$0 + {4 * VECTOR}], $1;", address, starts[VECTOR], predicate=last_thread)
+            wait_for_all()
+            pairs = zip(keys, places, counted, strict=True)
+            return [*_arrays([(key, place, *others) for key, place, others in pairs]), splat(crowded)]
 
-        return run(list(pairs), counters)
+        return run(self._ref, counters, bins, low, high)
 
-    def sort(self, arrays) -> tuple[Any, ...]:
-        """The arrays, sorted, largest first."""
-        arrays = self.step(within_thread, len(arrays), arrays)
+    def ranked(self, arrays, refs) -> Any:
+        """The pairs of `count`, sorted, and their positions.  Thread t has every T-th pair from t on."""
+        ref, grouped = refs
+        first, found = shared(grouped), []
+        for n, (key, place, bin_, before) in enumerate(_elements(arrays)):
+            full = arith.cmpi(arith.CmpIPredicate.ne, key, c32(EMPTY))
+            start, end = (ptx(LOAD.format(4 * n), bin_, result_types=i32(), has_side_effects=True) for n in range(2))
+            found.append((key, arith.xori(place, c32(-1)), start, arith.select(full, end, start)))
+            address = arith.addi(first, arith.muli(arith.addi(start, before), c32(8)))
+            ptx("st.shared.v2.b32 [$0], {$1, $2};", address, found[-1][1], key, predicate=full)
+        wait_for_all()
+        for n, (key, place, start, end) in enumerate(found):
+            addresses = (arith.addi(first, arith.muli(x, c32(8))) for x in (start, end))
+            larger = ptx(LARGER_IN_BIN, key, place, *addresses, result_types=i32(), has_side_effects=True)
+            empty = arith.cmpi(arith.CmpIPredicate.eq, key, c32(EMPTY))
+            own = arith.addi(thread(), c32(n * THREADS))
+            rank = arith.select(empty, own, arith.addi(start, larger))
+            self._store_pair(element(ref, (rank,), self.size), 0, key, place)
+        wait_for_all()
+        pairs = self._load_all(ref, thread())
+        return [(arith.addi(thread(), c32(n * THREADS)), *pair) for n, pair in enumerate(pairs)]
+
+    def network(self, arrays) -> tuple[Any, ...]:
+        """Keys and complements of places, sorted, largest first."""
+        arrays = self.step(within_thread, arrays)
         return lax.fori_loop(self._own_bits + 1, self.size.bit_length(), self._merge, arrays)
 
     def _merge(self, stage, arrays):
@@ -127,105 +242,50 @@ class Network:
         warp_steps = jnp.maximum(stage - LANE_BITS, 0)
 
         def by_warps(i, arrays):
-            refs = self._refs[2:] if len(arrays) == 1 else self._refs[:2]
-            return self.step(between_warps, len(arrays), arrays, (stage, stage - 1 - i), refs)
+            return self.step(self._between_warps, arrays, (stage, stage - 1 - i), [self._ref])
 
         def by_lanes(i, arrays):
-            return self.step(between_lanes, len(arrays), arrays, (stage, stage - warp_steps - 1 - i))
+            return self.step(between_lanes, arrays, (stage, stage - warp_steps - 1 - i))
 
         arrays = lax.fori_loop(0, warp_steps, by_warps, arrays)
         arrays = lax.fori_loop(0, stage - warp_steps, by_lanes, arrays)
-        return self.step(between_registers, len(arrays), arrays, (stage,))
+        return self.step(between_registers, arrays, (stage,))
+
+    def _load(self, _, refs) -> Any:
+        """Loads keys and complements of places.  The order does not matter yet: a warp loads consecutive elements."""
+        return _arrays([(key, arith.xori(place, c32(-1))) for key, place in self._load_all(refs[0], thread())])
+
+    def _between_warps(self, arrays, refs, stage, distance) -> Any:
+        """Exchanges with the thread whose index differs in bit `distance`, through shared memory."""
+        smaller = arith.xori(_bit(thread(), stage), _bit(thread(), distance))
+        partner = arith.xori(thread(), arith.shli(c32(1), distance))
+        elements, start = _elements(arrays), element(refs[0], (thread(),), self.size)
+        for n, pair in enumerate(elements):
+            self._store_pair(start, n * THREADS, *pair)
+        wait_for_all()
+        others = self._load_all(refs[0], partner)
+        found = [_taken(own, other, smaller) for own, other in zip(elements, others, strict=True)]
+        wait_for_all()
+        return _arrays(found)
+
+    def _store_pair(self, address, offset: int, key, place) -> None:
+        """Stores a pair to the halves of shared memory, `offset` elements after the address of a key."""
+        for x, half in ((key, 0), (place, self.size)):
+            ptx(f"st.shared.b32 [$0 + {4 * (offset + half)}], $1;", address, x, has_side_effects=True)
+
+    def _load_all(self, ref, first) -> list[Any]:
+        """Every T-th pair of shared memory from `first` on, with T threads."""
+        start = element(ref, (first,), self.size)
+        return [
+            [
+                ptx(LOAD.format(4 * (n + half)), start, result_types=i32(), has_side_effects=True)
+                for half in (0, self.size)
+            ]
+            for n in range(0, self.size, THREADS)
+        ]
 
 
 # What each thread does in the steps of the network.
-
-
-def load(_, refs) -> Any:
-    """Loads keys and complements of places.  Their order does not matter yet, so a warp loads consecutive elements."""
-    keys, places = (_load_all(ref, thread()) for ref in refs)
-    mgpu.utils.warpgroup_barrier()
-    return _arrays([(key, arith.xori(place, c32(-1))) for key, place in zip(keys, places, strict=True)])
-
-
-def load_words(_, refs, low, high) -> Any:
-    """The leading bits of every key's distance from `low`, plus 1, and in the low bits its slot; 0 for EMPTY."""
-    size = refs[0].type.shape[0]
-    bits = size.bit_length() - 1
-    code = (
-        "{ .reg .pred p; .reg .b32 n, m; sub.s32 n, $2, $1; clz.b32 m, n; "
-        f"sub.s32 m, {bits}, m; max.s32 m, m, 0; shr.u32 n, n, m; add.s32 n, n, 1; shr.u32 n, n, {32 - bits}; "
-        "add.s32 $0, m, n; }"
-    )
-    shift = ptx(code, low, high, result_types=i32())
-    found = []
-    for n, key in enumerate(_load_all(refs[0], thread())):
-        prefix = arith.addi(arith.shrui(arith.subi(key, low), shift), c32(1))
-        prefix = arith.select(arith.cmpi(arith.CmpIPredicate.eq, key, c32(EMPTY)), c32(0), prefix)
-        slot = arith.addi(thread(), c32(n * THREADS))
-        found.append((arith.ori(arith.shli(prefix, c32(bits)), slot),))
-    return _arrays(found)
-
-
-def look_up(arrays, refs) -> Any:
-    """The keys and complements of places of sorted words, with neighbours that are in the wrong order exchanged."""
-    size = refs[0].type.shape[0]
-    pairs: list[Any] = []
-    for (word,) in _elements(arrays):
-        slot = arith.andi(word, c32(size - 1))
-        key, place = (
-            ptx(LOAD.format(0), element(ref, (slot,), size), result_types=i32(), has_side_effects=True) for ref in refs
-        )
-        pairs.append((key, arith.xori(place, c32(-1))))
-    for first in (0, 1, 0):
-        for low in range(first, len(pairs) - 1, 2):
-            four = ptx(EXCHANGE[2], *pairs[low], *pairs[low + 1], c32(0), result_types=[i32()] * 4)
-            pairs[low], pairs[low + 1] = four[:2], four[2:]
-        if first:
-            _exchange_with_neighbours(pairs)
-    return _arrays(pairs)
-
-
-def _exchange_with_neighbours(pairs) -> None:
-    """Exchanges the last element of a lane and the first of the next if they are in the wrong order."""
-    following = [_shuffle("down", x, rest) for x, rest in zip(pairs[0], (-(2**31), 0), strict=True)]
-    before = [_shuffle("up", x, rest) for x, rest in zip(pairs[-1], (2**31 - 1, -1), strict=True)]
-    if len(pairs) == 1:
-        return
-    pairs[-1] = ptx(TAKE[2], *pairs[-1], *following, c32(0), result_types=[i32()] * 2)
-    pairs[0] = ptx(TAKE[2], *pairs[0], *before, c32(1), result_types=[i32()] * 2)
-
-
-def _shuffle(way: str, x, rest: int) -> Any:
-    """The next (`down`) or previous (`up`) lane's value; `rest` if there is none."""
-    end = 31 if way == "down" else 0
-    code = f"{{ .reg .pred p; .reg .b32 n; shfl.sync.{way}.b32 n|p, $1, 1, {end}, -1; selp.b32 $0, n, {rest}, p; }}"
-    return ptx(code, x, result_types=i32(), has_side_effects=True, convergent=True)
-
-
-def count_wrong(arrays, counters) -> Any:
-    """The number of pairs of neighbours that are in the wrong order."""
-    pairs = _elements(arrays)
-    base = arith.addi(shared(counters), c32(BOUNDARY))
-    code = (
-        "{ .reg .pred p; .reg .b32 a, w; mov.u32 w, %tid.x; bfe.u32 w, w, 5, 2; mad.lo.s32 a, w, 8, $0; "
-        "mov.u32 w, %laneid; setp.eq.b32 p, w, 0; @p st.shared.v2.b32 [a], {$1, $2}; }"
-    )
-    ptx(code, base, *pairs[0], has_side_effects=True)
-    mgpu.utils.warpgroup_barrier()
-    # The last lane compares with the next warp's first element, the last of all with nothing.
-    code = (
-        "{ .reg .pred p, q; .reg .b32 a, w, n, m; mov.u32 w, %tid.x; and.b32 w, w, 127; setp.eq.b32 q, w, 127; "
-        "shr.u32 w, w, 5; add.s32 w, w, 1; and.b32 w, w, 3; mad.lo.s32 a, w, 8, $2; ld.shared.v2.b32 {n, m}, [a]; "
-        "mov.u32 w, %laneid; setp.eq.b32 p, w, 31; selp.b32 n, n, $3, p; selp.b32 m, m, $4, p; "
-        "selp.b32 $0, 0x80000000, n, q; selp.b32 $1, 0, m, q; }"
-    )
-    inside = [_shuffle("down", x, 0) for x in pairs[0]]
-    following = ptx(code, base, *inside, result_types=[i32()] * 2, has_side_effects=True)
-    wrong = c32(0)
-    for own, after in zip(pairs, [*pairs[1:], following], strict=True):
-        wrong = arith.addi(wrong, ptx(GREATER, *after, *own, result_types=i32()))
-    return splat(total(counters, c32(0), wrong))
 
 
 def within_thread(arrays, _) -> Any:
@@ -256,32 +316,22 @@ def between_lanes(arrays, _, stage, distance) -> Any:
     return _arrays(found)
 
 
-def between_warps(arrays, refs, stage, distance) -> Any:
-    """Exchanges with the thread whose index differs in bit `distance`, through shared memory."""
-    smaller = arith.xori(_bit(thread(), stage), _bit(thread(), distance))
-    partner = arith.xori(thread(), arith.shli(c32(1), distance))
-    elements = _elements(arrays)
-    for ref, values in zip(refs, zip(*elements, strict=True), strict=True):
-        start = element(ref, (thread(),), ref.type.shape[0])
-        for n, x in enumerate(values):
-            ptx(f"st.shared.b32 [$0 + {4 * THREADS * n}], $1;", start, x, has_side_effects=True)
-    mgpu.utils.warpgroup_barrier()
-    others = zip(*(_load_all(ref, partner) for ref in refs), strict=True)
-    found = [_taken(own, other, smaller) for own, other in zip(elements, others, strict=True)]
-    mgpu.utils.warpgroup_barrier()
-    return _arrays(found)
-
-
-def store(arrays, ref, row, k: int) -> None:
-    """Stores the places of the first k elements."""
+def in_order(arrays, _) -> Any:
+    """The pairs that the network has sorted, and their positions."""
     pairs = _elements(arrays)
     first = arith.muli(thread(), c32(len(pairs)))
-    start = element(ref, (row, first), k)
-    for n, (key, place) in enumerate(pairs):
+    return [(arith.addi(first, c32(n)), *pair) for n, pair in enumerate(pairs)]
+
+
+def store(found, ref, row, k: int, tables: BlockTables | None) -> None:
+    """Stores the places of the first k pairs, or their slots, at the positions of the pairs."""
+    for position, key, place in found:
         empty = arith.cmpi(arith.CmpIPredicate.eq, key, c32(EMPTY))
         place = arith.select(empty, c32(-1), arith.xori(place, c32(-1)))
-        inside = arith.cmpi(arith.CmpIPredicate.slt, arith.addi(first, c32(n)), c32(k))
-        ptx(f"st.global.b32 [$0 + {4 * n}], $1;", start, place, predicate=inside)
+        if tables is not None:
+            place = slot_of(tables, row, place)
+        inside = arith.cmpi(arith.CmpIPredicate.slt, position, c32(k))
+        ptx("st.global.b32 [$0], $1;", element(ref, (row, position), k), place, predicate=inside)
 
 
 def _registers(elements: list[Any], stage: int, bits: int, direction) -> None:
@@ -295,25 +345,12 @@ def _registers(elements: list[Any], stage: int, bits: int, direction) -> None:
             if high == low:
                 continue
             smaller = direction if stage >= bits else c32(low >> stage & 1)
-            width = len(elements[low])
-            code = EXCHANGE[width]
-            found = ptx(code, *elements[low], *elements[high], smaller, result_types=[i32()] * (2 * width))
-            elements[low], elements[high] = found[:width], found[width:]
+            found = ptx(EXCHANGE, *elements[low], *elements[high], smaller, result_types=[i32()] * 4)
+            elements[low], elements[high] = found[:2], found[2:]
 
 
 def _taken(own, other, smaller) -> Any:
-    width = len(own)
-    return ptx(TAKE[width], *own, *other, smaller, result_types=[i32()] * width)
-
-
-def _load_all(ref, first) -> list[Any]:
-    """Every 128th element of shared memory from `first` on."""
-    size = ref.type.shape[0]
-    start = element(ref, (first,), size)
-    return [
-        ptx(LOAD.format(4 * THREADS * n), start, result_types=i32(), has_side_effects=True)
-        for n in range(size // THREADS)
-    ]
+    return ptx(TAKE, *own, *other, smaller, result_types=[i32()] * 2)
 
 
 def _bit(x, n) -> Any:
@@ -327,4 +364,4 @@ def _elements(arrays) -> list[Any]:
 
 def _arrays(rows) -> list[Any]:
     columns = [*zip(*rows, strict=True)]
-    return [array([[word] for word in column], layout(len(column) * THREADS)) for column in columns]
+    return [array([[word] for word in column], layout(len(column) * LANES)) for column in columns]

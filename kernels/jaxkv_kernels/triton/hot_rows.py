@@ -2,7 +2,8 @@
 
 `fetch_rows` gives a row to each selected token, and copies tokens that had none from host memory.  Several programs
 share the tokens of one request.  All of them look up all tokens, and copy a part of the missing ones.  The map
-(`HotMap`) is updated in place by the one that arrives last, when the others have read it:
+(`HotMap`) is updated in place by the one that arrives last, when the others have read it.  They count arrivals in an
+array of zeros of their own, so that every launch has a last one, whatever happened to earlier launches:
 
     look up the row of each token, and which token that row holds: hits and misses
     barrier
@@ -68,11 +69,11 @@ def fetch_rows(call: FetchRows) -> tuple[jax.Array, jax.Array, jax.Array]:
         return jax.ShapeDtypeStruct((requests, *shape), dtype)
 
     scratch = result(shares, count), result(shares, count), result(shares, hot.rows, dtype=jnp.uint8)
-    buffer, maps, slots, *_ = launch(
+    buffer, maps, _, slots, *_ = launch(
         _fetch_rows,
         (call.address, call.writes, positions, call.block_tables, jnp.reshape(call.layer, (1,))),
         (result(count), *scratch),
-        updated=(call.buffer, call.maps),
+        updated=(call.buffer, call.maps, jnp.zeros(requests, jnp.int32)),
         grid=(requests, shares),
         warps=FETCH_WARPS,
         HOT=hot,
@@ -96,7 +97,7 @@ def _tile(count: int) -> int:
 
 @triton.jit
 def _fetch_rows(
-    address, writes, positions, block_tables, layers, buffer, maps, slots, sources, evicted, marks,
+    address, writes, positions, block_tables, layers, buffer, maps, arrivals, slots, sources, evicted, marks,
     HOT: tl.constexpr, COUNT: tl.constexpr, TABLE: tl.constexpr, HOST_PAGES: tl.constexpr, FIRST: tl.constexpr,
     SECOND: tl.constexpr, COPIED: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +108,6 @@ def _fetch_rows(
     place = maps + (of_layer * tl.num_programs(0) + request) * HOT.width
     held = place + HOT.positions
     order = held + HOT.rows
-    arrivals = order + HOT.rows
     own = request.to(tl.int64) * shares + share
     sources, evicted, marks = sources + own * COUNT, evicted + own * COUNT, marks + own * HOT.rows
     # All tiles have one layout if Triton does not know this 0: then no load or store is of vectors, and no barriers
@@ -140,7 +140,7 @@ def _fetch_rows(
     slot = block * HOST_PAGES.block_size + position % HOST_PAGES.block_size
     tl.store(sources + rank, slot, mask=new)
     tl.debug_barrier()
-    arrived = tl.atomic_add(arrivals + tl.zeros_like(n), 1, mask=n == 0, sem="release")
+    arrived = tl.atomic_add(arrivals + request + tl.zeros_like(n), 1, mask=n == 0, sem="release")
     host, tile, copies = host_memory(address), share * TILE, count if COPIED else 0
     words, column = _load(host, layer, sources, tile, copies, FIRST, TILE)
     free = (j < HOT.rows) & (tl.gather(used, old, 0) == 0)
@@ -150,7 +150,6 @@ def _fetch_rows(
     tl.debug_barrier()
     first_row = request * HOT.rows
     if tl.max(tl.where(n == 0, arrived, 0), 0) == shares - 1:
-        tl.store(arrivals, 0)
         taken = tl.load(evicted + rank, mask=new, other=0)
         tl.store(held + taken, position, mask=new)
         tl.store(place + position, taken, mask=new)

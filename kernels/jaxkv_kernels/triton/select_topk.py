@@ -41,7 +41,7 @@ def unsupported_reasons(call: SelectTopk) -> Iterator[str]:
 
 @jax.jit
 def select_topk(call: SelectTopk) -> jax.Array:
-    """The positions of the largest logits, in decreasing order; -1 in place of -inf.
+    """The positions of the largest logits, or their slots, in decreasing order; -1 in place of -inf.
 
     Among equal logits, the earlier position comes first.
     """
@@ -67,7 +67,7 @@ def select_topk(call: SelectTopk) -> jax.Array:
     block = max(LEAST, triton.next_power_of_2(k))
     constants = {"KEPT": kept, "K": k, "BLOCK": block}
     found = launch(_sorted, (values, places), (best,), grid=(rows,), warps=_warps(block, SORTED_SHARE), **constants)
-    return found[0].reshape(*leading, k)
+    return call.located(found[0].reshape(*leading, k))
 
 
 def _warps(count, share):

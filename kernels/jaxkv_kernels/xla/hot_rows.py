@@ -46,7 +46,7 @@ def _assign(of_request, position, live, *, hot):
 
     The latter is `hot.rows` for tokens that already have a row, and for all but the first of equal positions.
     """
-    place, held, order, last = hot.split(of_request)
+    place, held, order = hot.split(of_request)
     number = jnp.arange(len(position), dtype=jnp.int32)
     row = place[position]
     hit = live & (held[row] == position)
@@ -62,7 +62,7 @@ def _assign(of_request, position, live, *, hot):
     held = held.at[target].set(position, mode="drop")
     place = place.at[jnp.where(new, position, hot.positions)].set(target, mode="drop")
     order = order[jnp.argsort(used | evicted, stable=True)]
-    return jnp.concatenate([place, held, order, last]), place[position], target
+    return jnp.concatenate([place, held, order]), place[position], target
 
 
 @jax.jit

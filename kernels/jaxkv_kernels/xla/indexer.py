@@ -50,7 +50,7 @@ def indexer_logits(call: IndexerLogits) -> jax.Array:
 
 @jax.jit
 def select_topk(call: SelectTopk) -> jax.Array:
-    """The positions of the largest logits, in decreasing order; -1 in place of -inf.
+    """The positions of the largest logits, or their slots, in decreasing order; -1 in place of -inf.
 
     Among equal logits, the earlier position comes first.
     """
@@ -60,4 +60,4 @@ def select_topk(call: SelectTopk) -> jax.Array:
     # and NaN of either sign the same NaN.  Only for float32, top_k is fast on CPUs.
     values, positions = lax.top_k(from_ordered_bits(ordered_bits(logits)), best)
     positions = jnp.where(values == -jnp.inf, -1, positions)
-    return jnp.pad(positions, [(0, 0)] * (logits.ndim - 1) + [(0, k - best)], constant_values=-1)
+    return call.located(jnp.pad(positions, [(0, 0)] * (logits.ndim - 1) + [(0, k - best)], constant_values=-1))

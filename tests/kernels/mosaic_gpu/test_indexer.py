@@ -112,9 +112,12 @@ class TestInterpreted(Mosaic, suites.IndexerChecks):
 
     def test_select_topk_of_several_chunks(self):
         rng = np.random.default_rng(0)
-        logits = np.stack([rng.standard_normal(9000), rng.integers(0, 3, 9000)])
+        logits = np.stack([rng.standard_normal(33_000), rng.integers(0, 3, 33_000)])
         logits[0, 100:] = -np.inf
         self.check_topk(logits.astype(np.float32), 100)
+
+    def test_select_topk_returns_slots(self):
+        suites.Indexer.test_select_topk_returns_slots(self, 40, 16)
 
     test_select_topk_ranks_nan_first = suites.Indexer.test_select_topk_ranks_nan_first
     test_select_topk_orders_subnormal_logits = suites.Indexer.test_select_topk_orders_subnormal_logits
@@ -150,10 +153,12 @@ def test_lowers_for_hopper(keys, dtype, tokens, order, block_size):
         assert f"stablehlo.{operation} %arg2" not in text  # the cache goes in as it is
 
 
-@pytest.mark.parametrize(("length", "k", "launches"), [(250, 300, 1), (8192, 2048, 1), (70_001, 2048, 3)])
+@pytest.mark.parametrize(
+    ("length", "k", "launches"), [(250, 300, 1), (32_768, 2048, 1), (70_001, 2048, 2), (500_000, 2048, 3)]
+)
 def test_select_topk_lowers_for_hopper(length, k, launches):
     def select(logits):
-        return kernels.run(MosaicGPU(), "select_topk", logits=logits, k=k)
+        return kernels.run(MosaicGPU(), "select_topk", logits=logits, k=k, block_tables=None, block_size=None)
 
     traced = jax.jit(select).trace(jax.ShapeDtypeStruct((3, 2, length), jnp.float32))
     assert len(kernel_operands(traced.lower(lowering_platforms=("cuda",)).as_text())) == launches

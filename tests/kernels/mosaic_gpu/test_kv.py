@@ -409,8 +409,7 @@ def assert_lowers(form, name, case, trailing=None):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     *_, attention, combining = kernel_operands(text)
     # Planning reads the lengths early, and combining reads the split requests: request, first split, number of splits.
-    lengths = [(4,)] if trailing is None else 2 * [(4,)]
-    assert read_early(traced.jaxpr) == [[], lengths, [], 3 * [(4, 3)]]
+    assert read_early(traced.jaxpr) == [[], [], [], 3 * [(4, 3)]]
     assert combining[3] == attention[-1]  # the plan's, so combine may read them early
     for operation in ("concatenate", "transpose", "pad", "dynamic_slice"):
         for argument, _ in enumerate(jax.tree.leaves(buffer), 1):

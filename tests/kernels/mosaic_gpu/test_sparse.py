@@ -30,6 +30,9 @@ E8M0_EXPONENTS = [((-8, -5), 4), ((-12, 6), 1), ((-40, 40), 1)]
 With the first, values have a root mean square of 4, and the kernel rounds their weights to 16 bits.  With the others,
 one token has all of the weight, which is exact.
 """
+FEW, MANY = 8, 17
+"""Heads: `fp8` and `fp8_ds_mla` entries are read by the kernel of few rows with the first, and by the other with the
+second."""
 NARROW = ["fp8_v4", "nvfp4_ds_mla", "mxfp4_ds_mla"]
 """Formats with scales of one byte."""
 
@@ -274,9 +277,12 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
         counts = np.asarray([[0, 64], [3, 65]], np.int32)
         self.sparse("f16", (130, 1), 5, 70, tokens=2, layout="LBNHC", counts=counts, logit_cap=2.0)
 
-    @pytest.mark.parametrize("exponents", [further((-8, -6)), (-40, 40)])  # the first as encoders write them
-    def test_any_scales(self, exponents):
-        self.sparse("fp8_ds_mla", (190, 64), 8, 130, scene=self.with_scales(exponents))
+    @pytest.mark.parametrize(
+        ("exponents", "heads"),
+        [further((-8, -6), FEW), further((-8, -6), MANY), further((-40, 40), FEW), ((-40, 40), MANY)],
+    )  # (-8, -6) as encoders write them
+    def test_any_scales(self, exponents, heads):
+        self.sparse("fp8_ds_mla", (190, 64), heads, 130, scene=self.with_scales(exponents))
 
     @pytest.mark.parametrize(
         ("form", "exponents"),
@@ -298,24 +304,35 @@ class TestInterpreted(Mosaic, suites.DecodeMLASparseChecks):
     def test_random_bytes(self):
         self.check_random_bytes(8)
 
-    @pytest.mark.parametrize("exponents", ROUNDED)
-    def test_scales_that_are_not_powers_of_two(self, exponents):
-        self.check_scales_that_are_not_powers_of_two(exponents, 8)
+    @pytest.mark.parametrize(
+        ("exponents", "heads"),
+        [(ROUNDED[0], FEW), further(ROUNDED[0], MANY), further(ROUNDED[1], FEW), (ROUNDED[1], MANY)],
+    )
+    def test_scales_that_are_not_powers_of_two(self, exponents, heads):
+        self.check_scales_that_are_not_powers_of_two(exponents, heads)
 
     @pytest.mark.parametrize(
-        ("form", "power"),
-        [further("fp8_ds_mla", QUERY_SCALES[0]), further("fp8_ds_mla", QUERY_SCALES[1]), further("fp8", 40)],
+        ("form", "power", "heads"),
+        [
+            further("fp8_ds_mla", QUERY_SCALES[0], FEW),
+            further("fp8_ds_mla", QUERY_SCALES[0], MANY),
+            further("fp8_ds_mla", QUERY_SCALES[1], MANY),
+            further("fp8", 40, FEW),
+            further("fp8", 40, MANY),
+        ],
     )
-    def test_any_queries(self, form, power):
-        self.check_queries(form, power, 8, (64, 1), 66)
+    def test_any_queries(self, form, power, heads):
+        self.check_queries(form, power, heads, (64, 1), 66)
 
-    @pytest.mark.parametrize("power", QUERY_SCALES)
-    def test_any_scale_of_all_entries(self, power):
-        self.check_scale_of_all_entries(power, 8, (64, 1), 66)
+    @pytest.mark.parametrize(("power", "heads"), [(QUERY_SCALES[0], FEW), (QUERY_SCALES[1], MANY)])
+    def test_any_scale_of_all_entries(self, power, heads):
+        self.check_scale_of_all_entries(power, heads, (64, 1), 66)
 
-    @pytest.mark.parametrize("form", ["fp8", further("fp8_ds_mla")])
-    def test_an_odd_layout_in_a_buffer_of_another_dtype(self, form):
-        self.sparse(form, (190, 64), 8, 66, layout="packed, bfloat16")
+    @pytest.mark.parametrize(
+        ("form", "heads"), [("fp8", MANY), further("fp8", FEW), further("fp8_ds_mla", FEW), further("fp8_ds_mla", MANY)]
+    )
+    def test_an_odd_layout_in_a_buffer_of_another_dtype(self, form, heads):
+        self.sparse(form, (190, 64), heads, 66, layout="packed, bfloat16")
 
     def test_traced_layer_outside_the_cache_is_empty(self):
         entry = self.entry()
@@ -359,7 +376,7 @@ def test_lowers_for_hopper(form, case):
         arrays += (None,)
     traced = jax.jit(decode_sparse(layout, logit_cap=cap)).trace(*arrays)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
-    planning = [[]] if counts else []  # counts are planned by a kernel, constants by XLA at once
+    planning = [[], []] if counts else []  # counts are planned by kernels, constants by XLA at once
     assert len(kernel_operands(text)) == len(planning) + 2
     # Combining reads only split_requests before attention has ended.
     assert read_early(traced.jaxpr) == [*planning, [], 3 * [(8, 3)]]

@@ -236,6 +236,19 @@ class Indexer(IndexerChecks):
         logits[np.arange(50) >= lengths[..., None]] = np.nan
         assert_same_bits(self.run(jaxkv.select_topk, on_device(logits), k, lengths=on_device(lengths)), right)
 
+    @pytest.mark.parametrize(("k", "block_size"), [(40, 16), further(7, 3)])
+    def test_select_topk_returns_slots(self, k, block_size):
+        rng = np.random.default_rng(0)
+        logits = rng.integers(0, 9, (3, 2, 50)).astype(np.float32)
+        logits[1, :, 20:] = -np.inf
+        tables = rng.permutation(60).reshape(3, 20)[:, : 40 // block_size].astype(np.int32)  # shorter than the rows
+        tables[2, 0] = -1
+        tables[0, 0] = 2**31 - 1
+        positions = self.run(jaxkv.select_topk, on_device(logits), k)
+        right = jaxkv.positions_to_slots(positions, on_device(tables), block_size=block_size)
+        options = {"block_tables": on_device(tables), "block_size": block_size}
+        assert_same_bits(self.run(jaxkv.select_topk, on_device(logits), k, **options), right)
+
     @pytest.mark.parametrize("k", [1, 3, 6, 9])
     def test_select_topk_ranks_nan_first(self, k):
         logits = np.asarray([1, np.nan, np.inf, -np.inf, -np.nan, 2, np.nan], np.float32)

@@ -4,10 +4,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.formats.fp4 import from_e2m1, from_e8m0
 from jaxkv_kernels.formats.latents.nvfp4_ds_mla import COLUMNS
 from jaxkv_kernels.mosaic_gpu.gather_fp8_v4 import FP8V4Rows
-from jaxkv_kernels.mosaic_gpu.gather_keys import CHUNK, LINE, GatheredRows
+from jaxkv_kernels.mosaic_gpu.gather_keys import CHUNK, HALVES, LINE, GatheredRows
 from jaxkv_kernels.mosaic_gpu.scaling import (
     E8M0_RANGE,
     EXPONENT,
@@ -27,11 +28,9 @@ class InterpretedRows(GatheredRows):
         """The bytes of the buffer; a copy if its dtype is wider."""
         return lax.bitcast_convert_type(buffer, jnp.uint8).reshape(-1)
 
-    def load_slots(self, slot_ref, request, tile, length):
+    def load_slots(self, slots, request, tile, length):
         """The slots of a tile, [64]; -1 at positions from `length` on."""
-        position = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
-        slots = slot_ref[...][request, jnp.minimum(position, slot_ref.shape[1] - 1)]
-        return jnp.where(position < length, slots, -1)
+        return _load_slots(slots, request, tile, length)
 
     def spread(self, slots):
         """Returns `slots`: every step has those of all rows."""
@@ -66,13 +65,14 @@ class InterpretedRows(GatheredRows):
         r_ref[stage] = _elements(raw, self.rope_dtype)
         return None
 
-    def finish_rope(self, stage, r_ref, scales, loaded):
+    def finish_rope(self, stage, r_ref, scales, loaded, k_full):
         """Converts rotary keys, or divides them by the factors of their rows."""
         if self.converts_rope:
             r_ref[stage] = _from_e4m3(loaded)
         if self.factored:
             _, factor = scales
             r_ref[stage] = r_ref[stage] * (1 / jnp.abs(factor)).astype(self.rope_dtype)[:, None]
+        k_full.arrive(HALVES + stage)
 
     def prefetch(self, kv_ref, zero_ref, slots, layer, limit):
         """Does nothing: the interpreter has no caches."""
@@ -103,6 +103,10 @@ class InterpretedRows(GatheredRows):
         half, column = divmod(first, HALF)
         k_ref[stage, half, :, pl.ds(column, self.line_values)] = values
 
+    def entries(self, kv_ref, slots, layer, limit, nbytes):
+        """Whole entries, bytes [64, nbytes]; zeros of masked ones."""
+        return self._bytes(kv_ref, slots, layer, limit, 0, nbytes)
+
     def _bytes(self, kv_ref, slots, layer, limit, offset, nbytes):
         """Bytes of each slot's entry; zeros of masked ones."""
         valid = (slots >= 0) & (slots < limit)
@@ -121,20 +125,15 @@ class InterpretedFP8V4Rows(FP8V4Rows):
         """The bytes of the buffer."""
         return lax.bitcast_convert_type(buffer, jnp.uint8).reshape(-1)
 
-    def load_slots(self, slot_refs, count_ref, request, tile, length):
+    def load_slots(self, slots, extra_ref, count_ref, request, tile, length):
         """Slots [64]; -1 past the end of a list."""
+        if extra_ref is None:
+            return _load_slots(slots, request, tile, length)
         position = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
-
-        def slots(ref, position, length):
-            loaded = ref[...][request, jnp.clip(position, 0, ref.shape[1] - 1)]
-            return jnp.where((position >= 0) & (position < length), loaded, -1)
-
-        if len(slot_refs) == 1:
-            return slots(slot_refs[0], position, length)
-        first = slot_refs[0].shape[1] if count_ref is None else jnp.minimum(count_ref[request], slot_refs[0].shape[1])
+        first = slots.of.shape[1] if count_ref is None else jnp.minimum(count_ref[request], slots.of.shape[1])
         after = self.first_tiles * TILE
-        second = slots(slot_refs[1], position - after, length - after)
-        return jnp.where(position < after, slots(slot_refs[0], position, first), second)
+        second = _of_list(extra_ref, request, position - after, length - after)
+        return jnp.where(position < after, _of_list(slots.of, request, position, first), second)
 
     def locate(self, kv_refs, zero_ref, layers, tile, slots):
         """The bytes of entries [64, 576], and their scales [64, 8]; whether keys are not masked."""
@@ -178,6 +177,23 @@ class InterpretedFP8V4Rows(FP8V4Rows):
 
     def prefetch_rows(self, zero_ref, own):
         """Does nothing: the interpreter has no caches."""
+
+
+def _of_list(ref, request, position, length):
+    """The slots at positions of a list; -1 past its end."""
+    loaded = ref[...][request, jnp.clip(position, 0, ref.shape[1] - 1)]
+    return jnp.where((position >= 0) & (position < length), loaded, -1)
+
+
+def _load_slots(slots, request, tile, length):
+    """The slots of a tile in a list or in block tables, [64]; -1 at positions from `length` on."""
+    position = tile * TILE + jnp.arange(TILE, dtype=jnp.int32)
+    if slots.block_size is None:
+        return _of_list(slots.of, request, position, length)
+    begin = 0 if slots.begins is None else slots.begins[request]
+    table = slots.of[...][request // slots.tokens]
+    position = jnp.where(position < length, position + begin, -1)
+    return slots_for(table[None], position[None], block_size=slots.block_size)[0]
 
 
 def _fitted(scale):

@@ -4,72 +4,87 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.formats.bits import ordered_bits
-from jaxkv_kernels.mosaic_gpu.topk_chunk import EMPTY, NAN
+from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables
+from jaxkv_kernels.mosaic_gpu.topk_chunk import BINS, EMPTY, INFINITY, NAN
 
 
-def load(ref, row, first, size: int, *, logits: bool):
-    """Elements `first` to `first + size` of a row."""
+def load_logits(ref, row, first, size: int):
+    """Elements `first` to `first + size` of a row of logits: keys, EMPTY past the end, and places."""
     place = first + jnp.arange(size, dtype=jnp.int32)
     values = ref[row][jnp.minimum(place, ref.shape[1] - 1)]
-    if logits:
-        values = jnp.where(jnp.isnan(values), NAN, ordered_bits(values))
-    return jnp.where(place < ref.shape[1], values, EMPTY)
+    keys = jnp.where(jnp.isnan(values), NAN, ordered_bits(values))
+    return jnp.where(place < ref.shape[1], keys, EMPTY), place
 
 
-def places(first, size: int):
-    """The positions of the elements of a chunk."""
-    return first + jnp.arange(size, dtype=jnp.int32)
+def load_kept(ref, row, first, size: int):
+    """The same of a row that `collect` has stored."""
+    length = ref.shape[1] // 2
+    place = first + jnp.arange(size, dtype=jnp.int32)
+    keys, places = (ref[row][half + jnp.minimum(place, length - 1)] for half in (0, length))
+    return jnp.where(place < length, keys, EMPTY), places
 
 
-def between(low, high, share):
-    """The key of the value at fraction `share` between the values of `low` and `high`; EMPTY if that is not finite."""
-    start, end = (lax.bitcast_convert_type(_ordered(key), jnp.float32) for key in (low, high))
-    found = start + (end - start) * share + 0.0
-    usable = jnp.abs(found) < jnp.inf
-    return jnp.where(usable, _ordered(lax.bitcast_convert_type(found, jnp.int32)), EMPTY)
+def load_candidates(ref):
+    """What `collect` has stored to shared memory: keys and places."""
+    return ref[...].reshape(2, -1)
 
 
-def _ordered(bits):
-    """float32 bits in the order of the values, and back."""
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+def clear(bins) -> None:
+    """Nothing: `narrow` has a histogram of its own."""
+    del bins
 
 
-def count(counters, step, keys, least):
-    """How many keys are `least` or more."""
-    del counters, step
-    return (keys >= least).sum(dtype=jnp.int32)
+def narrow(counters, bins, keys, state):
+    """Narrows a range of keys to the bin that has the last of the `wanted` largest, or else to the lowest bin."""
+    del counters, bins
+    low, extent, wanted, _ = state
+    shift = jnp.maximum(33 - BINS.bit_length() - lax.clz(extent), 0)
+    distance = (keys - low).astype(jnp.uint32)
+    bin_ = jnp.where(distance <= extent.astype(jnp.uint32), distance >> shift.astype(jnp.uint32), BINS).astype(
+        jnp.int32
+    )
+    held = jnp.zeros(BINS + 1, jnp.int32).at[bin_].add(1)[:BINS]
+    from_bin = jnp.cumsum(held[::-1])[::-1]
+    found = jnp.maximum((from_bin >= wanted).sum(dtype=jnp.int32) - 1, 0)
+    above = from_bin[found] - held[found]
+    return low + (found << shift), (1 << shift) - 1, wanted - above, held[found]
 
 
-def count_before(counters, step, keys, places, key, end):
-    """How many keys equal `key` at places before `end`."""
-    del counters, step
-    return ((keys == key) & (places < end)).sum(dtype=jnp.int32)
+def narrow_places(counters, bins, keys, places, key, state):
+    """The same for the complements of the places of keys that equal `key`."""
+    return narrow(counters, bins, jnp.where(keys == key, ~places, EMPTY), state)
 
 
 def extremes(counters, keys):
-    """The smallest key other than EMPTY, and the largest key."""
+    """The smallest key other than EMPTY, and the largest of a finite value."""
     del counters
-    return jnp.where(keys == EMPTY, jnp.iinfo(jnp.int32).max, keys).min(), keys.max()
+    low = jnp.where(keys == EMPTY, jnp.iinfo(jnp.int32).max, keys).min()
+    return low, jnp.where(keys < INFINITY, keys, EMPTY).max()
 
 
-def collect(counters, keys, places, least, end, refs, index, slots: int) -> None:
+def collect(counters, keys, places, least, ref, index, slots: int) -> None:
     """Stores the chosen keys and their places."""
     del counters
-    chosen = (keys > least) | ((keys == least) & (places < end))
+    chosen = keys >= least
     # Modulo, so that too many chosen keys give wrong results here as well.
     slot = jnp.where(chosen, (jnp.cumsum(chosen) - 1) % slots, slots)
-    for ref, values, rest in zip(refs, (keys, places), (EMPTY, 0), strict=True):
+    for half, (values, rest) in enumerate(((keys, EMPTY), (places, 0))):
         found = jnp.full(slots + 1, rest, jnp.int32).at[slot].set(values)[:slots]
+        start = half * (ref.shape[-1] // 2)
         if index:
-            ref[index[0], pl.ds(index[1] * slots, slots)] = found
+            ref[index[0], pl.ds(start + index[1] * slots, slots)] = found
         else:
-            ref[...] = found
+            ref[pl.ds(start, slots)] = found
 
 
-def store_sorted(refs, counters, low, high, out_ref, row, k: int) -> None:
-    """Sorts keys and places, and stores the places of the first `k` to a row; -1 for EMPTY."""
-    del counters, low, high
-    keys, places = (ref[...] for ref in refs[:2])
+def store_sorted(refs, out_ref, row, k: int, tables: BlockTables | None) -> None:
+    """Sorts keys and places, and stores the places of the first `k` to a row, or their slots; -1 for EMPTY."""
+    keys, places = load_candidates(refs[0])
     order = jnp.lexsort((places, ~keys))
-    out_ref[row] = jnp.where(keys[order] == EMPTY, -1, places[order])[:k]
+    found = jnp.where(keys[order] == EMPTY, -1, places[order])[:k]
+    if tables is not None:
+        table = tables.array[...][row // tables.rows]
+        found = slots_for(table[None], found[None], block_size=tables.block_size)[0]
+    out_ref[row] = found

@@ -14,6 +14,8 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
 
+from jaxkv_kernels.mosaic_gpu.ptx.barriers import arrive, arrive_for_copies
+from jaxkv_kernels.mosaic_gpu.ptx.block_tables import BlockTables, slot_of
 from jaxkv_kernels.mosaic_gpu.ptx.conversions import E4M3_TO_F16
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import permuted, words
 from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, i32, i64, ptx
@@ -36,8 +38,6 @@ LINE = 128
 """Bytes of a line of the L2 cache."""
 WARP_ROWS = 16
 """Rows of a tile that a warp loads."""
-BARRIERS = 7, 32
-"""Where in `stats` the barriers of copied tiles are: a row and a column."""
 ROPE_TILE = 8 * COLUMN_TILE
 """Bytes of the rotary keys of a tile."""
 COPY = "cp.async.cg.shared.global.L2::256B [$0 + {into}], [$1 + {offset}], 16, $2;"
@@ -162,10 +162,19 @@ def upper_half() -> ir.Value:
     return arith.shrui(Lane().lane, c32(WARP_ROWS.bit_length() - 1))
 
 
-def load_slots(ref, request, tile, length) -> ir.Value:
-    """The slot of the lane's own row; -1 at positions from `length` on."""
+def load_slots(slots, request, tile, length) -> ir.Value:
+    """The slot of the lane's own row; -1 at positions from `length` on.  `slots` are `gather_keys.Slots`."""
+    ref = slots.of
     width = ir.MemRefType(ref.type).shape[1]
     position = arith.addi(arith.muli(tile, c32(TILE)), Lane().own_row)
+    if slots.block_size is not None:
+        inside = arith.cmpi(arith.CmpIPredicate.slt, position, length)
+        if slots.begins is not None:
+            begin = at(mgpu.utils.memref_ptr(slots.begins), _wide(arith.shli(request, c32(2))))
+            begin = ptx("ld.global.b32 $0, [$1];", begin, result_types=i32(), has_side_effects=True)
+            position = arith.addi(position, begin)
+        tables = BlockTables(ref, slots.block_size, slots.tokens)
+        return slot_of(tables, request, arith.select(inside, position, c32(-1)))
     first = arith.addi(arith.muli(arith.extui(i64(), request), c64(4 * width)), _wide(arith.shli(position, c32(2))))
     load = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
     return ptx(load, at(mgpu.utils.memref_ptr(ref), first), position, length, result_types=i32(), has_side_effects=True)
@@ -263,43 +272,6 @@ def copy_rope(addresses, offset: int, ref, stage: int) -> None:
     for n, address in enumerate(_chunks(addresses, lane.chunk)):
         into = stage * ROPE_TILE + n * 2 * COLUMN_TILE
         ptx(f"cp.async.cg.shared.global.L2::128B [$0 + {into}], [$1 + {offset}], 16;", start, address)
-
-
-def wait_for_copies() -> None:
-    """Waits until the copies of this lane have landed."""
-    ptx("cp.async.wait_all;")
-
-
-def barrier(ref, n: int) -> ir.Value:
-    """The address of the n-th of the 64-bit barriers in `stats`."""
-    row, column = BARRIERS
-    width = ir.MemRefType(ref.type).shape[1]
-    return at(mgpu.utils.memref_ptr(ref), c32(4 * (row * width + column) + 8 * n))
-
-
-def start_barriers(ref, count: int) -> None:
-    """Initializes barriers for two arrivals by each of 128 lanes, and waits until all lanes of the CTA see them."""
-    first = arith.cmpi(arith.CmpIPredicate.eq, mgpu.utils.thread_idx(), c32(0))
-    for n in range(count):
-        ptx(f"mbarrier.init.shared::cta.b64 [$0], {2 * THREADS};", barrier(ref, n), predicate=first)
-    ptx("bar.sync 0;", convergent=True)
-
-
-def arrive(ref, n: int) -> None:
-    """Arrives twice for this lane: now, and once its copies have landed."""
-    ptx("mbarrier.arrive.release.cta.shared::cta.b64 _, [$0];", barrier(ref, n))
-    ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [$0];", barrier(ref, n))
-
-
-def wait(ref, n: int, phase) -> None:
-    """Waits until a barrier has completed for the `phase`-th time, counted from 0."""
-    ptx(
-        "{ .reg .pred p; .reg .b32 parity; and.b32 parity, $1, 1; again: "
-        "mbarrier.try_wait.parity.shared::cta.b64 p, [$0], parity; @!p bra again; }",
-        barrier(ref, n),
-        phase,
-        convergent=True,
-    )
 
 
 def load_unit(addresses, zero, unit, stored: str) -> list[tuple[ir.Value, ...]]:
@@ -475,9 +447,14 @@ def inverse_pair(factor) -> ir.Value:
     return arith.ori(inverse, arith.shli(inverse, c32(16)))
 
 
-def divide_rope(ref, stage: int, special, inverse) -> None:
-    """If `special` is not 0, multiplies the bf16 rotary keys that this lane copied by the inverse factors of rows."""
+def finish_rope(ref, stage: int, special, inverse, barrier) -> None:
+    """Arrives at `barrier` once the bf16 rotary keys that this lane copies are in shared memory.
+
+    If `special` is not 0, waits for them, and multiplies them by the inverse factors of rows.  It is the same for all
+    lanes of a warp.
+    """
     with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.ne, special, c32(0))):
+        ptx("cp.async.wait_all;")
         lane = Lane()
         start = at(mgpu.utils.memref_ptr(ref), lane.swizzled_offset(lane.chunk, 1))
         for n, owner in enumerate(lane.owners):
@@ -486,6 +463,9 @@ def divide_rope(ref, stage: int, special, inverse) -> None:
             loaded = ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True)
             divided = [ptx("mul.rn.bf16x2 $0, $1, $2;", word, by, result_types=i32()) for word in loaded]
             ptx(STORE_SHARED.format(offset=offset), start, *divided)
+        arrive(barrier)
+    with mgpu.utils.when(arith.cmpi(arith.CmpIPredicate.eq, special, c32(0))):
+        arrive_for_copies(barrier)
 
 
 def store_e4m3(ref, raw, scale_of: Callable[[ir.Value], ir.Value] | None, stage: int, group: int) -> None:
