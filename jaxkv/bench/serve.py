@@ -3,7 +3,8 @@
 The weights are random, which does not change the times.  First, prefill and decode are timed alone, and then requests
 that all arrive at once.  The output tokens per second while requests wait are the saturation; they are compared with
 what the rates of prefill and decode allow.  Finally, requests arrive at random (a Poisson process), at fractions of the
-rate at which saturation serves them.
+rate at which saturation serves them.  Of the mean step at each load, the part is shown in which the host is busy.  If
+that is nearly all of it, the device waits for the host.
 """
 
 import argparse
@@ -19,7 +20,7 @@ import numpy as np
 
 from jaxkv.bench import random_models, step
 from jaxkv.models import Model
-from jaxkv.serving import Engine, Request
+from jaxkv.serving import Engine, HostTime, Request
 from jaxkv.serving.table import tables_of
 from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import counted, size
@@ -166,6 +167,8 @@ class Served:
     """The time of each token of each request."""
     saturated: tuple[float, float]
     """From when as many requests had ended as may run at once, until none waited any more."""
+    host: HostTime
+    """The time of the engine's steps."""
 
     def throughput(self, start: float, end: float) -> float:
         """Output tokens per second between two times; 0 if the second is not later."""
@@ -199,6 +202,7 @@ def serve(engine: Engine, lengths: Lengths, arrivals: np.ndarray, *, seed: int =
     prompts = [rng.integers(0, vocabulary, count).tolist() for count in lengths.prompts]
     numbers: dict[Request, int] = {}
     tokens: list[list[float]] = [[] for _ in prompts]
+    engine.host_time = HostTime()
     first, last, start = math.inf, 0.0, time.perf_counter()
     while len(numbers) < len(prompts) or engine.waiting or engine.running:
         now = time.perf_counter() - start
@@ -217,7 +221,7 @@ def serve(engine: Engine, lengths: Lengths, arrivals: np.ndarray, *, seed: int =
             first = min(first, now)
     if any(request.finish_reason != "length" for request in numbers):
         raise RuntimeError("the logits of a request are NaN, so that it ended early")
-    return Served(arrivals, tokens, (first, last))
+    return Served(arrivals, tokens, (first, last), engine.host_time)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -226,7 +230,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     count = integer(1, MOST_REQUESTS)
     parser.add_argument("--max-requests", type=count, default=256, metavar="N", help="requests that run at once (256)")
     parser.add_argument("--chunk", type=positive, default=64, help="prompt tokens per chunk (64)")
-    parser.add_argument("--max-chunks", type=positive, default=10, metavar="N", help="chunks per step (10)")
+    budget = "tokens per step, at least one chunk more than --max-requests; default ten chunks more"
+    parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help=budget)
     blocks = "blocks in the cache, usually of 64 tokens; by default enough for the requests that run at once"
     parser.add_argument("--blocks", type=positive, metavar="N", help=blocks)
     many = "requests per load; default four times those that run at once"
@@ -244,29 +249,37 @@ def run(args: argparse.Namespace) -> int:
     """Prints the rates of the model, and one line per load."""
     lengths, described = _lengths(args), random_models.described_model(args)
     block_size = described.usual_block_size
+    budget = args.max_num_batched_tokens or args.max_requests + 10 * args.chunk
+    if budget < args.max_requests + args.chunk:
+        raise ValueError(
+            f"--max-num-batched-tokens is {budget}: expected at least {args.max_requests + args.chunk}, for "
+            f"--max-requests {args.max_requests} and a --chunk of {args.chunk}"
+        )
     tables = tables_of(described.layout(1), block_size)
 
     def held(tokens: float) -> int:
         """The most blocks of a request of `tokens` tokens."""
-        return sum(table.most_held(math.ceil(tokens), args.chunk * args.max_chunks) for table in tables)
+        return sum(table.most_held(math.ceil(tokens), budget) for table in tables)
 
     mean = float(np.mean(lengths.prompts + lengths.outputs))
     num_blocks = args.blocks or args.max_requests * held(ROOM * mean + block_size)
     num_blocks = max(num_blocks, held(lengths.longest))
     needed = random_models.Needed(
         num_blocks,
-        rows=args.max_requests + args.max_chunks,
-        tokens=args.max_requests + args.max_chunks * args.chunk,
+        rows=args.max_requests + budget // args.chunk,
+        tokens=budget,
         other_blocks=Alone.num_blocks(described, lengths, args.max_requests),
     )
     model = random_models.random_model(args, described, needed)
     print(_about(model, lengths))
     alone = Alone(model, lengths, args.max_requests)
-    sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_chunks": args.max_chunks}
+    sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_num_batched_tokens": budget}
     engine = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
     notice("compiling")
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda compile: compile(), (engine.warm_up, alone.compile)))
+    temporaries = engine.buckets.temporaries
+    print(f"steps take up to {size(max(temporaries.values(), default=0))} of temporary memory")
     rates = alone.measure()
     allowed = rates.allowed(lengths)
     print(f"alone: prefill {rates.prefill:,.0f} tokens/s, decode {rates.decode:,.0f} tokens/s")
@@ -275,6 +288,7 @@ def run(args: argparse.Namespace) -> int:
     about: dict[str, Any] = {
         **random_models.described(args, model),
         "engine": {"num_blocks": num_blocks, **sizes},
+        "programs": [{**shape._asdict(), "temporary_bytes": nbytes} for shape, nbytes in sorted(temporaries.items())],
         "requests": {
             "count": count,
             "prompt_tokens": float(lengths.prompts.mean()),
@@ -295,10 +309,17 @@ def run(args: argparse.Namespace) -> int:
         "output_tokens_per_s": saturation,
         "fraction": saturation / allowed,
         "between_tokens_ms": percentiles(served.between),
+        **_steps(served),
     }
     _record(args.json, about)
     print(f"saturation: {saturation:,.0f} output tokens/s, {saturation / allowed:.0%} of what is allowed")
-    print("load  requests/s  output tokens/s  first token, ms: median, p99  between tokens, ms: median, p99")
+    print(
+        f"steps take {served.host.step_ms:.2f} ms on average; the host is busy for {served.host.busy_ms:.2f} ms of it"
+    )
+    print(
+        "load  requests/s  output tokens/s  first token, ms: median, p99  between tokens, ms: median, p99  "
+        "step, ms: all, host"
+    )
     about["loads"] = []
     for load in args.loads:
         rate = load * saturation / float(lengths.outputs.mean())
@@ -355,12 +376,18 @@ def _summary(load: float, rate: float, served: Served) -> dict[str, Any]:
         "seconds": end,
         "first_token_ms": percentiles(served.first),
         "between_tokens_ms": percentiles(served.between),
+        **_steps(served),
     }
+
+
+def _steps(served: Served) -> dict[str, float]:
+    return {"step_ms": served.host.step_ms, "host_busy_ms": served.host.busy_ms}
 
 
 def _line(found: dict[str, Any]) -> str:
     first, between = found["first_token_ms"], found["between_tokens_ms"]
     return (
         f"{found['load']:<4g}{found['requests_per_s']:>12.1f}{found['output_tokens_per_s']:>17,.0f}"
-        f"{first['median']:>23.1f}, {first['p99']:.1f}{between['median']:>26.2f}, {between['p99']:.2f}"
+        f"{first['median']:>23.1f}, {first['p99']:.1f}{between['median']:>26.2f}, {between['p99']:<8.2f}"
+        f"{found['step_ms']:>14.2f}, {found['host_busy_ms']:.2f}"
     )

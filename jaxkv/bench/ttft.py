@@ -183,7 +183,7 @@ class Bench:
         sizes = {
             "num_blocks": self._num_blocks,
             "chunk": self._chunk,
-            "max_chunks": 1,
+            "max_num_batched_tokens": 1 + self._chunk,
             "max_requests": 1,
         }
         max_len = self._prefix + NEW_TOKENS

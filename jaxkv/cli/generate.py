@@ -32,7 +32,7 @@ TOKENIZER = "tokenizer.json"
 MOST_ROWS = 32
 """Requests that run at once; further prompts are queued."""
 CHUNK, MOST_CHUNKS = 64, 8
-"""Prompt tokens per chunk, and the most chunks per step."""
+"""Prompt tokens per chunk, and the most chunks per step beside all requests."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -89,10 +89,11 @@ def run(args: argparse.Namespace) -> int:
     cache = nbytes(jax.eval_shape(lambda: model.cache(args.blocks)))
     require_memory(f"--blocks {args.blocks}, beside the weights", nbytes(model.params) + cache)
     sizes = {"num_blocks": args.blocks, "max_requests": min(len(prompts), MOST_ROWS)}
-    # No more chunks per step than the prompts have: all of them are computed, even if they are empty.
-    chunks = sum(math.ceil(len(prompt) / CHUNK) for prompt in prompts)
+    # No more chunks per step than the prompts have: the first steps run the largest program, even if chunks are empty.
+    chunks = min(max(sum(math.ceil(len(prompt) / CHUNK) for prompt in prompts), 1), MOST_CHUNKS)
     drafts = None if args.num_speculative_tokens is None else serving.MTP(args.num_speculative_tokens)
-    engine = serving.Engine(model, chunk=CHUNK, max_chunks=min(max(chunks, 1), MOST_CHUNKS), drafts=drafts, **sizes)
+    sizes["max_num_batched_tokens"] = sizes["max_requests"] * (1 + (args.num_speculative_tokens or 0)) + chunks * CHUNK
+    engine = serving.Engine(model, chunk=CHUNK, drafts=drafts, **sizes)
     stop = () if args.ignore_eos else None
     requests = []
     for number, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True), 1):
@@ -103,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     notice(f"{model.config.architecture}, {model.config.num_layers} layers, on {jax.devices()[0].device_kind}")
     notice(f"cache: {model.layout(args.blocks)}")
     notice("compiling")
-    engine.warm_up()
+    engine.warm_up(wait=False)
     start = time.perf_counter()
     for number, request in enumerate(requests, 1):
         if len(requests) > 1:

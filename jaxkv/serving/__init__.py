@@ -6,7 +6,7 @@ token with its request from `run`.
 """
 
 from jaxkv.serving.drafts import MTP, AcceptanceStats
-from jaxkv.serving.engine import Engine
+from jaxkv.serving.engine import Engine, HostTime
 from jaxkv.serving.prefix import PrefixCacheStats
 from jaxkv.serving.replicas import Replicas
 from jaxkv.serving.request import Request
@@ -15,6 +15,7 @@ __all__ = [
     "MTP",
     "AcceptanceStats",
     "Engine",
+    "HostTime",
     "PrefixCacheStats",
     "Replicas",
     "Request",

@@ -1,9 +1,11 @@
 """Continuous batching: requests join and leave while few compiled programs run, without waiting for the host."""
 
 import operator
+import time
 from bisect import insort
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, override
 
@@ -11,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
+from jax.stages import Lowered
 
 from jaxkv.checks import positive_int
 from jaxkv.models.model import Model
@@ -22,6 +25,7 @@ from jaxkv.ops.blocks import copy_blocks
 from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, ends_engine
 from jaxkv.serving.block_manager import BlockManager
+from jaxkv.serving.buckets import Buckets, Shape
 from jaxkv.serving.drafts import MTP, AcceptanceStats, verify_and_draft
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
@@ -34,13 +38,39 @@ from jaxkv_kernels.addressing import one_array
 GREEDY = Sampling()
 
 
+@dataclass
+class HostTime:
+    """How the host spends the time of steps."""
+
+    steps: int = 0
+    """Calls of `step`, and those that `run` makes."""
+    seconds: float = 0.0
+    """The time of these calls."""
+    waited: float = 0.0
+    """The part of it in which the host waited for tokens from the device."""
+
+    @property
+    def busy_ms(self) -> float:
+        """Milliseconds per step in which the host schedules, launches and reads.  The device works meanwhile, unless
+        this takes longer than its step."""
+        return 1e3 * (self.seconds - self.waited) / max(self.steps, 1)
+
+    @property
+    def step_ms(self) -> float:
+        """Milliseconds per step."""
+        return 1e3 * self.seconds / max(self.steps, 1)
+
+
 class Engine(EngineBase):
     """Serves requests from one cache.
 
     Every step decodes one token of every request whose prompt is complete, and prefills chunks of one or more prompts.
-    The layers are compiled for two static shapes, of steps with and without chunks.  If blocks run out, new requests
-    wait.  If a running request needs a block and none is free, the most recent request of the lowest priority is
-    preempted and recomputed later.
+    Programs are compiled for a few static shapes (`Buckets`), and a step runs the smallest that holds its requests and
+    chunks.  `warm_up` compiles them ahead; without it, all steps run the largest, one with chunks and one without.  The
+    shape does not change the generated tokens, except through the rounding of logits.
+
+    If blocks run out, new requests wait.  If a running request needs a block and none is free, the most recent request
+    of the lowest priority is preempted and recomputed later.
 
     The host works one step behind the device: it launches a step before it reads the tokens of the previous one.
     Sampled tokens stay on the device, where the next step uses them.  If a stop token ends a request, the next step has
@@ -61,7 +91,7 @@ class Engine(EngineBase):
     the window of their table are released while the request runs, and can still be found by their content.  A state
     (`StateEntry`) is stored where a step ends.  So that this is the end of a block, where other requests can use the
     state, chunks end there too; and a step processes only one chunk of a request.  Choose `chunk` as long as a step may
-    take, and `max_chunks` as many as prompts should be prefilled together.
+    take then, and `max_num_batched_tokens` for as many chunks as prompts should be prefilled together.
 
     Args:
       model: from `jaxkv.models.load`.
@@ -71,9 +101,9 @@ class Engine(EngineBase):
       max_requests: requests that run at once.
       max_len: the most cached tokens of a request, rounded up to blocks; default the capacity of the cache or the
         model's `max_position_embeddings`, whichever is less.
-      chunk: prompt tokens per chunk.
-      max_chunks: chunks per step, of the same or of different prompts.  A step processes at most `max_requests +
-        max_chunks * chunk` tokens.
+      chunk: prompt tokens per row of a step.  A prompt takes as many rows as it needs; the last may be partly empty.
+      max_num_batched_tokens: tokens per step, padding included.  Requests whose prompts are complete come first, and
+        prompts take what is left.  Default: eight chunks beside `max_requests` requests.
       offload: a pool that also stores the blocks, in host memory and, if it has a disk pool, on disk.  It must be made
         for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the engine.
       drafts: how the next tokens are drafted, so that a step may add several tokens to a request; default not at all.
@@ -94,7 +124,7 @@ class Engine(EngineBase):
         max_requests: int = 32,
         max_len: int | None = None,
         chunk: int = 64,
-        max_chunks: int = 8,
+        max_num_batched_tokens: int | None = None,
         offload: HostPool | None = None,
         drafts: MTP | None = None,
     ):
@@ -110,10 +140,20 @@ class Engine(EngineBase):
         self.tiers = Tiers(offload)
         self.tiers.check(self.cache, layout)
         self.prefix_stats = PrefixCacheStats()
+        self.host_time = HostTime()
         self.block_size = block_size
         self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
-        self.max_chunks = positive_int("max_chunks", max_chunks)
+        self._columns = 1 if drafts is None else 1 + drafts.num_speculative_tokens
+        """Tokens per row of a request whose prompt is complete: its last, and the drafts after it."""
+        decoded = max_requests * self._columns
+        if max_num_batched_tokens is None:
+            max_num_batched_tokens = decoded + 8 * chunk
+        if positive_int("max_num_batched_tokens", max_num_batched_tokens) < decoded + chunk:
+            raise ValueError(
+                f"`max_num_batched_tokens` is {max_num_batched_tokens}: expected at least {decoded + chunk}, for "
+                f"{decoded} tokens of `max_requests` {max_requests} and a `chunk` of {chunk}"
+            )
         tables = tables_of(layout, block_size, divided=model.parallel.divides_tokens)
         if num_blocks < len(tables):
             names = ", ".join(repr(table.name) for table in tables)
@@ -127,6 +167,13 @@ class Engine(EngineBase):
             drafts.check(model, tables)
         self._state_size = max((table.block_size for table in tables if table.states), default=0)
         """Tokens per block of states; 0 if there are none."""
+        self.buckets = Buckets(
+            max_requests,
+            budget=max_num_batched_tokens,
+            columns=self._columns,
+            chunk=chunk,
+            max_chunks=max_requests if self._state_size else None,
+        )
         self._capacity = capacity(tables, num_blocks, self._step_tokens)
         """The most cached tokens of a request that has the cache for itself."""
         if max_len is None:
@@ -157,9 +204,7 @@ class Engine(EngineBase):
         # The cache is donated, so that it is updated in place.
         self.program = program.run_layers if drafts is None else verify_and_draft
         self._layers = jax.jit(self.program, donate_argnames="cache", compiler_options=model.compiler_options)
-        self._likeliest, self._draw = (
-            jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)
-        )
+        self._samplers = [jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)]
 
     def submit(
         self,
@@ -246,10 +291,14 @@ class Engine(EngineBase):
     @override
     def _step(self):
         # Launches a step, and reads the previous one.
+        start = time.perf_counter()
         if schedule := self.schedule():
-            self.cache, found = self._layers(self.model, self.cache, self.last, *self.batches(schedule))
-            self.launched(schedule, found)
+            shape = self.buckets.fit(schedule)
+            self.cache, found = self._layers(self.model, self.cache, self.last, *self.batches(schedule, shape))
+            self.launched(schedule, shape, found)
         self.read(behind=schedule is not None)
+        self.host_time.steps += 1
+        self.host_time.seconds += time.perf_counter() - start
 
     @override
     def _release(self, error):
@@ -262,32 +311,41 @@ class Engine(EngineBase):
         for array in (self.cache.buffer, self.last):
             array.delete()  # unless a program that did not return has donated it
 
-    def warm_up(self) -> None:
-        """Compiles the programs by running them without requests, so that later steps do not compile.
+    def warm_up(self, *, wait: bool = True) -> None:
+        """Compiles the programs, and runs them without requests, so that later steps do not compile.
 
         An interrupt does not wait for the compiler.
+
+        Args:
+          wait: whether to wait for all programs.  Without, this returns when the largest are compiled, which hold every
+            step.  The others are compiled while the engine serves, and steps run them as soon as they are ready.
         """
         self.check_usable()
-        inputs = [self.batches(NOTHING), self.batches(NOTHING, prefill=True)]
-        lowered = [self._layers.lower(self.model, self.cache, self.last, *batches) for batches in inputs]
-        for batches in inputs if self.drafts is None else ():
-            rows = sum(len(batch.seq_lens) for batch in batches)
-            logits = jax.device_put(np.zeros((rows, self.model.config.vocab_size), np.float32), self.last.sharding)
-            samplers = self._likeliest, self._draw
-            lowered += [sample.lower(logits, self.last, Choices.of({}, rows)) for sample in samplers]
-        program.compile_all(lowered)
-        self._run_without_requests(inputs)
+        self.buckets.compile({shape: self._programs(shape) for shape in self.buckets.shapes}, wait=wait)
+        self._run_without_requests()
+
+    def _programs(self, shape: Shape) -> list[Callable[[], Lowered]]:
+        """Functions that lower the programs of a step.  They do not refer to this engine or to its cache."""
+        cache, last = jax.tree.map(_described, (self.cache, self.last))
+        lowers: list[Callable[[], Lowered]]
+        lowers = [partial(self._layers.lower, self.model, cache, last, *self.batches(NOTHING, shape))]
+        if self.drafts is None:
+            rows = sum(shape)
+            logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=last.sharding)
+            lowers += [partial(sample.lower, logits, last, Choices.of({}, rows)) for sample in self._samplers]
+        return lowers
 
     @ends_engine
-    def _run_without_requests(self, inputs: Sequence[list[InputBatch]]) -> None:
-        for batches in inputs:
+    def _run_without_requests(self) -> None:
+        for shape in self.buckets.ready.copy():
+            batches = self.batches(NOTHING, shape)
             self.cache, found = self._layers(self.model, self.cache, self.last, *batches)
             self.warm_up_after(found)
 
     @ends_engine
     def warm_up_after(self, found) -> None:
         """Compiles the programs that follow the layers, given what these found without requests."""
-        for sample in (self._likeliest, self._draw) if self.drafts is None else ():
+        for sample in self._samplers if self.drafts is None else ():
             self._sample(sample, found, {})
         self.cache = self.block_manager.warm_up(self.cache)
 
@@ -296,23 +354,32 @@ class Engine(EngineBase):
 
     @ends_engine
     def schedule(self) -> Schedule | None:
-        """The tokens that the next step processes, for which requests have blocks then; None if there are none."""
+        """The tokens that the next step processes, for which requests have blocks then; None if there are none.
+
+        Requests whose prompts are complete have all of theirs.  Prompts take what is left of the budget, in the order
+        of their requests, and others join until it is used up.  `Buckets.fit` leaves chunks to a later step if requests
+        have joined whose prompts were found whole, so that too few rows are left.
+        """
         for request in list(self.running):
             if request.place >= 0 and request.missing:
                 self._make_room(request, self._reach(request))
-        room = self.max_chunks - sum(map(self._chunks_of, self.running))
-        while room > 0 and (joined := self._admit()):
-            room -= self._chunks_of(joined)
-        decoded = [Span.last(request) for request in self.running if request.missing == 1]
-        chunks = self._chunks()
-        return Schedule(chunks, decoded) if chunks or decoded else None
+        left = self.buckets.most_chunks(sum(request.missing == 1 for request in self.running))
+        parts = dict[Request, Schedule]()
+        for request in self.running:
+            parts[request] = self._part(request, left)
+            left -= len(parts[request].prefill)
+        while left > 0 and (joined := self._admit()):  # others may leave, and even join again
+            parts[joined] = self._part(joined, left)
+            left -= len(parts[joined].prefill)
+        prefill = [span for request in self.running for span in parts[request].prefill]
+        decode = [span for request in self.running for span in parts[request].decode]
+        return Schedule(prefill, decode) if prefill or decode else None
 
-    def batches(self, schedule: Schedule, *, prefill: bool = False) -> list[InputBatch]:
-        """The inputs of a step: decode rows, after prefill rows if there are any or if `prefill` forces them."""
-        columns = 1 if self.drafts is None else 1 + self.drafts.num_speculative_tokens
-        batches = [self._batch(schedule.decode, self.max_requests, columns)]
-        if schedule.prefill or prefill:
-            batches = [self._batch(schedule.prefill, self.max_chunks, self.chunk), *batches]
+    def batches(self, schedule: Schedule, shape: Shape) -> list[InputBatch]:
+        """The inputs of a step of this shape: decode rows, after prefill rows if it has any."""
+        batches = [self._batch(schedule.decode, shape.requests, self._columns)]
+        if shape.chunks:
+            batches = [self._batch(schedule.prefill, shape.chunks, self.chunk), *batches]
         return batches
 
     def _batch(self, spans: list[Span], count: int, columns: int) -> InputBatch:
@@ -320,16 +387,16 @@ class Engine(EngineBase):
         return batch if self.drafts is None else batch.drafted(spans, self.drafts.lookahead, self.block_size)
 
     @ends_engine
-    def launched(self, schedule: Schedule, found) -> None:
-        """Takes note of a step on these tokens, given the logits of its rows, from which it samples the next tokens.
+    def launched(self, schedule: Schedule, shape: Shape, found) -> None:
+        """Takes note of a step of these tokens, given the logits of its rows, from which it samples the next tokens.
 
         With drafts, given the tokens that have been sampled.
         """
-        first = len(jax.tree.leaves(found)[0]) - self.max_requests
-        rows = {**dict(enumerate(schedule.prefill)), **dict(enumerate(schedule.decode, first))}
+        rows = {**dict(enumerate(schedule.prefill)), **dict(enumerate(schedule.decode, shape.chunks))}
         if self.drafts is None:
             greedy = all(span.request.sampling.temperature == 0 for span in rows.values())
-            found = self._sample(self._likeliest if greedy else self._draw, found, rows)
+            likeliest, draw = self._samplers
+            found = self._sample(likeliest if greedy else draw, found, rows)
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
         self._launched.append((found, rows))
@@ -351,26 +418,21 @@ class Engine(EngineBase):
         self.last, drawn = sample(logits, self.last, Choices.of(rows, len(logits)))
         return drawn
 
-    def _chunks(self) -> list[Span]:
-        """The next chunks of prompts."""
-        chunks = []
-        for request in self.running:
-            if request.missing > 1:
-                starts = range(request.cached, self._end(request), self.chunk)
-                chunks += [
-                    Span.of(request, start, min(self.chunk, self._end(request) - start))
-                    for start in starts[: self.max_chunks - len(chunks)]
-                ]
-        return chunks
-
-    def _chunks_of(self, request: Request) -> int:
-        """The number of chunks of a request in the next step, if it has them all; 0 if that decodes the request."""
-        return -(-(self._end(request) - request.cached) // self.chunk) if request.missing > 1 else 0
+    def _part(self, request: Request, most: int) -> Schedule:
+        """What the next step processes of a request: its last token, or at most so many chunks."""
+        missing = request.missing
+        if missing == 0:
+            return NOTHING
+        if missing == 1:
+            return Schedule([], [Span.last(request)])
+        end = self._end(request)
+        starts = range(request.cached, end, self.chunk)[:most]
+        return Schedule([Span.of(request, start, min(self.chunk, end - start)) for start in starts], [])
 
     @property
     def _step_tokens(self) -> int:
         """The most tokens of a request that a step processes."""
-        return self.chunk if self._state_size else self.max_chunks * self.chunk
+        return self.chunk if self._state_size else self.chunk * max(shape.chunks for shape in self.buckets.shapes)
 
     def _end(self, request: Request, start: int | None = None) -> int:
         """Where the next step of a request ends at most: it has `start` cached tokens, by default as many as now."""
@@ -390,7 +452,9 @@ class Engine(EngineBase):
     def _read(self) -> None:
         """Waits for the oldest launched step and appends its tokens to their requests."""
         found, spans = self._launched.popleft()
+        start = time.perf_counter()
         found = jax.tree.map(lambda array: np.asarray(array).tolist(), found)
+        self.host_time.waited += time.perf_counter() - start
         for row, span in spans.items():
             request = span.request
             if request.finish_reason:
@@ -514,6 +578,11 @@ class Engine(EngineBase):
 
 def _rank(request: Request) -> tuple[int, int]:
     return request.rank
+
+
+def _described(array: jax.Array) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and place of an array, which may have been donated."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _replicated(sharding):

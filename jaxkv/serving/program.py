@@ -6,29 +6,13 @@ because drawing tokens sorts the vocabulary.  The host knows which of them a ste
 256 requests and 512 prompt tokens of DeepSeek-V2-Lite took 26 ms with such a branch, and takes 16 without.
 """
 
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
-
 import jax
-from jax.stages import Lowered
 
 from jaxkv.cache import KVCache
 from jaxkv.models import sampling
 from jaxkv.models.decoder import step
 from jaxkv.models.model import Model
 from jaxkv.serving.step_inputs import Choices, InputBatch
-
-
-def compile_all(programs: Iterable[Lowered]) -> None:
-    """Compiles programs in threads.  An interrupt or an error is raised at once, without waiting for the others.
-
-    Compilations that have begun then go on in the background, because a compiler cannot be stopped.
-    """
-    threads = ThreadPoolExecutor()
-    try:
-        list(threads.map(Lowered.compile, programs))
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)
 
 
 def run_layers(model: Model, cache: KVCache, last, *batches: InputBatch) -> tuple[KVCache, jax.Array]:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, override
 
 import jax
@@ -15,6 +16,7 @@ from jaxkv.models.parallel.base import OneDevice
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.parallel.expert import DataExpertParallel
 from jaxkv.serving.base import EngineBase, ends_engine
+from jaxkv.serving.buckets import Shape
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import Request
 from jaxkv.serving.step_inputs import NOTHING, Schedule
@@ -121,8 +123,8 @@ class Lockstep:
     """Steps the engines of the devices of a model that divides requests and experts.
 
     Each engine plans its step, with its own requests, blocks and cache.  Then one program runs the layers of all
-    devices, each on its own arrays; an engine without requests takes part with empty rows.  Each engine samples its
-    own tokens.
+    devices, each on its own arrays.  It is the smallest that holds the rows of every engine, and an engine without
+    requests takes part with empty rows.  Each engine samples its own tokens.
 
     Args:
       model: from `jaxkv.models.load`, divided by `parallel`.
@@ -142,6 +144,7 @@ class Lockstep:
             )
         self._engines = engines
         self._model = model
+        self._buckets = engines[0].buckets
         self._sharding = NamedSharding(mesh, PartitionSpec(axis))
         self._layers = jax.jit(_layers, static_argnames="program", donate_argnames="cache")
 
@@ -149,33 +152,40 @@ class Lockstep:
         """Launches a step of all engines; returns the new tokens of the previous steps with their requests."""
         schedules = [engine.schedule() for engine in self._engines]
         if any(schedules):
-            found = self._run(schedules, prefill=any(schedule.prefill for schedule in schedules if schedule))
+            shape = self._buckets.fit(*filter(None, schedules))
+            found = self._run(schedules, shape)
             for engine, schedule, mine in zip(self._engines, schedules, found, strict=True):
                 if schedule is not None:
-                    engine.launched(schedule, mine)
+                    engine.launched(schedule, shape, mine)
         for engine, schedule in zip(self._engines, schedules, strict=True):
             engine.read(behind=schedule is not None)  # without tokens in this step, there is nothing to wait for
         return [token for engine in self._engines for token in engine.take()]
 
     def warm_up(self) -> None:
         """Compiles all programs, so that later steps do not compile."""
-        for prefill in (False, True):
-            found = self._run([None] * len(self._engines), prefill=prefill)
-            for engine, mine in zip(self._engines, found, strict=True):
+        nothing = [None] * len(self._engines)
+        lowers = {shape: [partial(self._layers.lower, *self._inputs(nothing, shape))] for shape in self._buckets.shapes}
+        self._buckets.compile(lowers, wait=True)
+        for shape in self._buckets.shapes:
+            for engine, mine in zip(self._engines, self._run(nothing, shape), strict=True):
                 engine.warm_up_after(mine)
 
-    def _run(self, schedules: Sequence[Schedule | None], *, prefill: bool) -> list[Any]:
-        """Runs the layers, with prefill rows or without; what they found for each engine's rows, on its device."""
-        pairs = zip(self._engines, schedules, strict=True)
-        batches = [engine.batches(schedule or NOTHING, prefill=prefill) for engine, schedule in pairs]
-        rows = jax.tree.map(lambda *arrays: jax.device_put(np.concatenate(arrays), self._sharding), *batches)
-        cache = jax.tree.map(self._joined, *[engine.cache for engine in self._engines])
-        last = self._joined(*[engine.last for engine in self._engines])
-        cache, found = self._layers(self._engines[0].program, self._model, cache, last, *rows)
+    def _run(self, schedules: Sequence[Schedule | None], shape: Shape) -> list[Any]:
+        """Runs the layers; returns what they found for each engine's rows, on its device."""
+        cache, found = self._layers(*self._inputs(schedules, shape))
         for engine, buffer in zip(self._engines, _parts(cache.buffer), strict=True):
             engine.cache = KVCache(buffer, cache.layout)
         arrays, structure = jax.tree.flatten(found)
         return [jax.tree.unflatten(structure, mine) for mine in zip(*map(_parts, arrays), strict=True)]
+
+    def _inputs(self, schedules: Sequence[Schedule | None], shape: Shape) -> tuple[Any, ...]:
+        """The arguments of `_layers` for a step of this shape, of all engines."""
+        pairs = zip(self._engines, schedules, strict=True)
+        batches = [engine.batches(schedule or NOTHING, shape) for engine, schedule in pairs]
+        rows = jax.tree.map(lambda *arrays: jax.device_put(np.concatenate(arrays), self._sharding), *batches)
+        cache = jax.tree.map(self._joined, *[engine.cache for engine in self._engines])
+        last = self._joined(*[engine.last for engine in self._engines])
+        return self._engines[0].program, self._model, cache, last, *rows
 
     def _joined(self, *arrays: jax.Array) -> jax.Array:
         """The concatenation of an array [n] of each device, without a copy."""

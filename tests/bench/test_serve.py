@@ -10,11 +10,12 @@ import pytest
 from jaxkv.bench import serve, step
 from jaxkv.bench.serve import Lengths, Rates, Served
 from jaxkv.cli import main
+from jaxkv.serving import HostTime
 from serving.toy_engines import engine
 from support import toy_model
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
-SIZES = ["--max-requests", "2", "--requests", "8", "--chunk", "16", "--max-chunks", "2"]
+SIZES = ["--max-requests", "2", "--requests", "8", "--chunk", "16", "--max-num-batched-tokens", "34"]
 
 
 def test_drawn_lengths_have_their_means_and_an_end():
@@ -63,9 +64,10 @@ def test_what_the_rates_allow():
 
 
 def test_what_is_counted():
-    served = Served(np.asarray([0.0, 1.0]), [[0.5, 0.75, 1.5], [3.0]], (0.5, 2.5))
+    served = Served(np.asarray([0.0, 1.0]), [[0.5, 0.75, 1.5], [3.0]], (0.5, 2.5), HostTime(4, 3.0, 2.0))
     assert served.throughput(*served.saturated) == 2 / 2
     assert served.throughput(1.5, 1.5) == 0
+    assert (served.host.step_ms, served.host.busy_ms) == (750, 250)
     assert served.first.tolist() == [0.5, 2.0]
     assert served.between.tolist() == [0.25, 0.75]
     assert serve.percentiles(served.between)["median"] == 500
@@ -77,6 +79,8 @@ def test_requests_arrive_and_are_served(monkeypatch):
     lengths = Lengths(np.asarray([5, 9, 3, 7, 4, 12]), np.asarray([4, 6, 1, 3, 5, 2]))
     served_at_once = serve.serve(engine(), lengths, np.zeros(6))
     assert [len(times) for times in served_at_once.tokens] == lengths.outputs.tolist()
+    assert served_at_once.host.steps >= max(lengths.outputs)
+    assert 0 < served_at_once.host.busy_ms < served_at_once.host.step_ms
     start, end = served_at_once.saturated
     assert 0 < end < max(times[-1] for times in served_at_once.tokens)
     arrivals = np.asarray([0.0, 0.0, 0.05, 0.1, 0.1, 0.3])
@@ -102,8 +106,12 @@ def test_each_load_is_served_and_recorded(tmp_path, capsys, monkeypatch):
     assert found["allowed"] == pytest.approx(allowed)
     assert saturation["fraction"] == pytest.approx(saturation["output_tokens_per_s"] / allowed)
     assert f"saturation: {saturation['output_tokens_per_s']:,.0f} output tokens/s, " in printed
+    assert f"steps take {saturation['step_ms']:.2f} ms on average; the host is busy for " in printed
+    assert [(program["chunks"], program["requests"]) for program in found["programs"]] == [(0, 1), (0, 2), (2, 2)]
+    assert all(program["temporary_bytes"] > 0 for program in found["programs"])
     assert [load["load"] for load in found["loads"]] == [0.5, 4]
     for load in found["loads"]:
+        assert 0 < load["host_busy_ms"] < load["step_ms"]
         assert load["requests_per_s"] == pytest.approx(load["load"] * saturation["output_tokens_per_s"] / output)
         assert 0 < load["first_token_ms"]["median"] <= load["first_token_ms"]["p99"]
         assert 0 < load["between_tokens_ms"]["median"] <= load["between_tokens_ms"]["p99"]
@@ -122,7 +130,7 @@ def test_models_with_several_tables(family, capsys, monkeypatch):
 def test_requests_that_never_saturate_the_engine_are_rejected(monkeypatch):
     monkeypatch.setattr(step, "LEAST_SECONDS", 0.01)
     # The third request starts when the first two have ended, which is the last time that one waits.
-    sizes = ["--max-requests", "2", "--requests", "3", "--chunk", "16", "--max-chunks", "2"]
+    sizes = ["--max-requests", "2", "--requests", "3", "--chunk", "16", "--max-num-batched-tokens", "34"]
     with pytest.raises(SystemExit, match="jaxkv bench serve: no tokens were timed while some of"):
         main(["bench", "serve", str(MODELS / "youtu"), *sizes, "--prompt", "8", "--output", "1"])
 
@@ -132,6 +140,7 @@ def test_requests_that_never_saturate_the_engine_are_rejected(monkeypatch):
     [
         (["nowhere/config.json"], "`path` is 'nowhere/config.json'"),
         ([str(MODELS / "youtu"), "--requests", "256"], "--requests is 256: expected more than --max-requests 256"),
+        ([str(MODELS / "youtu"), "--max-num-batched-tokens", "319"], "expected at least 320, for --max-requests 256"),
         ([str(MODELS / "youtu"), "--lengths", "/nowhere"], "/nowhere"),
         ([str(MODELS / "youtu"), "--blocks", "33000000"], "do not fit in memory"),
         ([str(MODELS / "youtu"), *SIZES, "--prompt", "2147483647", "--output", "2147483647"], "slots are int32"),

@@ -173,8 +173,8 @@ TOO_LARGE = [
     *("offload --heads 5000000", "offload --requests 50000 --tokens 1 --heads 128", "offload --blocks 20000"),
     *("hot-rows --heads 2147483647", "hot-rows --requests 1000 --tokens 5000", "hot-rows --rows 10000000 --layers 1"),
     *("step MODEL --requests 1 --tokens 20000000 --new-tokens 20000000", "step MODEL --requests 100000 --tokens 1"),
-    *("ttft MODEL --prefix 1000000 --chunk 1000000", "serve MODEL --chunk 2147483647 --max-chunks 1"),
-    *("serve MODEL --max-chunks 30000000", "serve MODEL --max-requests 100000 --prompt 1 --output 1"),
+    *("ttft MODEL --prefix 1000000 --chunk 1000000", "serve MODEL --chunk 2147483647"),
+    *("serve MODEL --max-num-batched-tokens 2000000000", "serve MODEL --max-requests 100000 --prompt 1 --output 1"),
     "serve MODEL --prompt 100000 --output 1",
 ]
 

@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
-from jax.stages import Lowered
 
 from jaxkv.cli import layout, main
-from jaxkv.serving import program
+from jaxkv.serving.buckets import Buckets
 
 MODEL = Path(__file__).parents[1] / "data" / "models" / "llama"
 
@@ -58,11 +58,17 @@ def press_ctrl_c():
     signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
-def test_compilations_that_have_begun_are_not_awaited(monkeypatch):
+def compile_two(compiler):
+    buckets = Buckets(1, budget=2, columns=1, chunk=1)
+    lowered = SimpleNamespace(compile=compiler)
+    buckets.compile({shape: [lambda: lowered] for shape in buckets.shapes}, wait=True)
+
+
+def test_compilations_that_have_begun_are_not_awaited():
     begun, end = threading.Event(), threading.Event()
     ended = []
 
-    def compiler(number):
+    def compiler():
         begun.set()
         ended.append(end.wait(60))
 
@@ -70,25 +76,23 @@ def test_compilations_that_have_begun_are_not_awaited(monkeypatch):
         begun.wait(60)
         press_ctrl_c()
 
-    monkeypatch.setattr(Lowered, "compile", compiler)
     presses = threading.Thread(target=interrupt)
     presses.start()
     try:
         with pytest.raises(KeyboardInterrupt):
-            program.compile_all(range(2))
+            compile_two(compiler)
         assert not ended
     finally:
         end.set()
         presses.join()
 
 
-def test_an_error_of_the_compiler_is_raised(monkeypatch):
-    def compiler(number):
-        raise ValueError(f"program {number} is too large")
+def test_an_error_of_the_compiler_is_raised():
+    def compiler():
+        raise ValueError("the program is too large")
 
-    monkeypatch.setattr(Lowered, "compile", compiler)
-    with pytest.raises(ValueError, match="program 0 is too large"):
-        program.compile_all(range(2))
+    with pytest.raises(ValueError, match="the program is too large"):
+        compile_two(compiler)
 
 
 def signals():

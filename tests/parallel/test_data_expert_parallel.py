@@ -230,7 +230,7 @@ def test_every_device_holds_its_experts_and_all_else():
     assert [shard.data.size for shard in model.cache(**sizes).buffer.addressable_shards] == [one] * 4
 
 
-SIZES = dict(num_blocks=14, block_size=16, max_requests=2, chunk=16, max_chunks=2)
+SIZES = dict(num_blocks=14, block_size=16, max_requests=2, chunk=16, max_num_batched_tokens=38)
 
 
 class TestServing:

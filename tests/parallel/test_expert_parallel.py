@@ -40,7 +40,9 @@ def served(engine, family, count):
     ],
 )
 def test_the_engine(family, devices):
-    engine = serving.Engine(load(family, devices), num_blocks=40, block_size=16, max_requests=4, chunk=64, max_chunks=2)
+    engine = serving.Engine(
+        load(family, devices), num_blocks=40, block_size=16, max_requests=4, chunk=64, max_num_batched_tokens=132
+    )
     found, right = served(engine, family, 16)
     assert found == right
 

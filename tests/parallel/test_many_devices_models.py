@@ -88,7 +88,8 @@ def test_the_engine(family, divided):
     # prompt share blocks, and copy the last of them.
     model = load(family, divided())
     shared, sent_back = serve(
-        serving.Engine(model, num_blocks=14, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2), family
+        serving.Engine(model, num_blocks=14, block_size=BLOCK, max_requests=4, chunk=64, max_num_batched_tokens=132),
+        family,
     )
     assert shared
     assert sent_back
@@ -98,7 +99,7 @@ def test_the_engine(family, divided):
 @pytest.mark.parametrize("family", [SMALL, "llama"])
 def test_replicas_serve_the_recorded_prompts(family):
     served = serving.Replicas(
-        load(family, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
+        load(family, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_num_batched_tokens=132
     )
     serve(served, family, count=8)
 
@@ -106,7 +107,7 @@ def test_replicas_serve_the_recorded_prompts(family):
 @pytest.mark.ci
 def test_replicas():
     served = serving.Replicas(
-        load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
+        load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_num_batched_tokens=132
     )
     assert [engine.cache.buffer.devices() for engine in served.engines] == [{device} for device in jax.devices()[:2]]
     served.warm_up()
@@ -135,7 +136,7 @@ def test_the_default_block_size_is_divided_evenly():
 def test_where_a_replica_raises_all_end(monkeypatch):
     """The others finish their step first, so that they do not change while their blocks are released."""
     served = serving.Replicas(
-        load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_chunks=2
+        load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_num_batched_tokens=132
     )
     prompts = [prompt[:20] for prompt, _ in recorded(SMALL)[1:3]]
     requests = [served.submit(prompt, max_tokens=3) for prompt in prompts]
@@ -143,10 +144,10 @@ def test_where_a_replica_raises_all_end(monkeypatch):
     broken, healthy = served.engines
     release, steps = threading.Event(), []
 
-    def slow(spans, *, batches=healthy.batches):
+    def slow(schedule, shape, *, batches=healthy.batches):
         assert release.wait(20)
-        steps.append(spans)
-        return batches(spans)
+        steps.append(schedule)
+        return batches(schedule, shape)
 
     def failing(*, behind):
         release.set()

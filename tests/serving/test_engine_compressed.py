@@ -26,8 +26,8 @@ def recorded(number):
 
 def engine(block_size, offload=None, num_blocks=400):
     return serving.Engine(
-        model(), num_blocks=num_blocks, block_size=block_size, max_requests=3, max_len=288, chunk=48, max_chunks=2,
-        offload=offload,
+        model(), num_blocks=num_blocks, block_size=block_size, max_requests=3, max_len=288, chunk=48,
+        max_num_batched_tokens=99, offload=offload,
     )  # fmt: skip
 
 

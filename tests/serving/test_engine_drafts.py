@@ -12,11 +12,12 @@ import pytest
 from jaxkv import models, serving
 from jaxkv.offload import HostPool
 from models.checkpoints.mtp import FOLDER, with_mtp
+from serving.toy_engines import draw_ready
 from support.cases import further, slow
 from support.recorded import recorded
 
 BLOCK = 16
-SIZES = dict(num_blocks=7, block_size=BLOCK, max_requests=2, chunk=16, max_chunks=2, max_len=96)
+SIZES = dict(num_blocks=7, block_size=BLOCK, max_requests=2, chunk=16, max_num_batched_tokens=38, max_len=96)
 """The same for all engines, so that they are compiled once."""
 
 
@@ -314,6 +315,7 @@ def test_any_interleaving_gives_the_tokens_of_requests_alone(seed):
             prompt = [*LONG[: rng.integers(1, 40)], *LONG[: rng.integers(3)]]
             options = {"max_tokens": int(rng.integers(1, MOST)), "priority": int(rng.integers(2))}
             requests.append(submit(engine, prompt, sampling=[models.Sampling(), *SAMPLED][rng.integers(3)], **options))
+        draw_ready(engine, rng)
         if rng.random() < 0.02 and (alive := engine.unfinished):
             engine.cancel(alive[rng.integers(len(alive))])
         engine.step()

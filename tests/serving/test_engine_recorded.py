@@ -12,6 +12,7 @@ from jaxkv import KVCache, models
 from jaxkv.serving import program
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.step_inputs import InputBatch
+from serving.toy_engines import draw_ready
 from support.cases import further, slow
 
 FOLDER = Path(__file__).parents[1] / "data" / "models"
@@ -35,24 +36,25 @@ def recorded(family, request, known=0):
     return prompt + tokens[:known], tokens[known:]
 
 
-@pytest.fixture
-def one_trace(monkeypatch):
+def limit_traces(monkeypatch, most):
     chex.clear_trace_counter()
-    for function in ("run_layers", "likeliest", "draw"):  # for steps with and without chunks
-        monkeypatch.setattr(program, function, chex.assert_max_traces(getattr(program, function), n=2))
+    for function in ("run_layers", "likeliest", "draw"):
+        monkeypatch.setattr(program, function, chex.assert_max_traces(getattr(program, function), n=most))
 
 
 @pytest.mark.parametrize("family", [slow("deepseek_v3"), slow("deepseek_v32"), "llama"])
-def test_twenty_requests_come_and_go(family, one_trace):
+def test_twenty_requests_come_and_go(family, monkeypatch):
     # Requests of one prompt come in pairs and share it.  17 blocks of 16 tokens, which the longest request takes:
     # some wait, and some are computed again.
-    served = Engine(model(family), num_blocks=17, block_size=16, max_requests=4, chunk=64, max_chunks=3)
+    limit_traces(monkeypatch, 6)  # three shapes with chunks, and three without
+    served = Engine(model(family), num_blocks=17, block_size=16, max_requests=4, chunk=64, max_num_batched_tokens=196)
     rng, requests, sent_back, shared = np.random.default_rng(0), [], set(), 0
     while len(requests) < 20 or served.running or served.waiting:
         if len(requests) < 20 and rng.random() < 0.4:
             prompt, follows = recorded(family, len(requests) // 2 % 5, int(rng.integers(0, 48)))
             follows = follows[: int(rng.integers(1, len(follows)))]
             requests.append((served.submit(prompt, max_tokens=len(follows), stop=()), follows))
+        draw_ready(served, rng)
         served.step()
         sent_back |= {request for request in served.waiting if request.generated}
         held = [block for request in served.running for block in request.blocks]
@@ -66,7 +68,8 @@ def test_twenty_requests_come_and_go(family, one_trace):
 
 @pytest.mark.ci
 @pytest.mark.parametrize("order", ["LBNHC", slow("BLNHC")])
-def test_all_lengths_at_once_in_chunks_of_seven(order, one_trace):
+def test_all_lengths_at_once_in_chunks_of_seven(order, monkeypatch):
+    limit_traces(monkeypatch, 2)  # with and without chunks
     served = Engine(model(), num_blocks=10, order=order, max_requests=5, chunk=7)
     requests = [served.submit(recorded("deepseek_v3", n)[0], max_tokens=64, stop=()) for n in range(5)]
     for _ in served.run():
@@ -88,7 +91,7 @@ def test_strict_programs_may_run_the_engine(family):
     strict = jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict")
     with strict[0], strict[1], jax.enable_x64(True), jax.debug_nans(True):
         loaded = models.load(FOLDER / family)
-        served = Engine(loaded, num_blocks=40, max_requests=2, chunk=64, max_chunks=1)
+        served = Engine(loaded, num_blocks=40, max_requests=2, chunk=64, max_num_batched_tokens=66)
         requests = [served.submit(prompt, max_tokens=2, sampling=models.Sampling(t)) for t in (0.0, 0.7)]
         list(served.run())
         assert models.fingerprint(loaded) == models.fingerprint(model(family))

@@ -12,7 +12,7 @@ from jaxkv.offload import HostPool, transfers
 from jaxkv.offload import host as host_module
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.pool import BlockPool
-from serving.toy_engines import BLOCK, MODEL, PARAMS, disk_pool, engine, fail, host_pool, right, serve
+from serving.toy_engines import BLOCK, MODEL, PARAMS, disk_pool, engine, fail, host_pool, join_compilers, right, serve
 from support import forged_blocks, toy_model
 from support.toy_model import prompt
 
@@ -25,9 +25,9 @@ def calls(monkeypatch):
     counted = Counter()
     batches = Engine.batches
 
-    def counting(self, schedule):
+    def counting(self, schedule, shape):
         counted.update({"chunks": len(schedule.prefill), "decoded": len(schedule.decode)})
-        return batches(self, schedule)
+        return batches(self, schedule, shape)
 
     monkeypatch.setattr(Engine, "batches", counting)
     return counted
@@ -265,8 +265,11 @@ def compiled():
 
 def test_after_the_warm_up_nothing_is_compiled(compiled, monkeypatch):
     monkeypatch.setattr(toy_model, "ROOM", 65)  # no other test has compiled for this size
-    served = engine(num_blocks=15, offload=host_pool())
-    served.warm_up()
+    served = engine(num_blocks=15, max_requests=2, max_num_batched_tokens=16, offload=host_pool())
+    served.warm_up(wait=False)
+    serve(served, prompt(9, 2))  # while others are compiled
+    join_compilers()
+    assert served.buckets.ready == {*served.buckets.shapes}
     assert {"jit(run_layers)", "jit(read_blocks)", "jit(write_blocks)"} <= set(compiled)
     compiled.clear()
     for seed in (0, 1, 0):

@@ -6,7 +6,7 @@ import pytest
 from jaxkv.offload import DiskPool, transfers
 from jaxkv.offload import host as host_module
 from jaxkv.serving.engine import Engine
-from serving.toy_engines import disk_pool, engine, fail, host_pool, right
+from serving.toy_engines import disk_pool, draw_ready, engine, fail, host_pool, right
 from support.cases import further
 from support.toy_model import prompt
 
@@ -46,6 +46,7 @@ class Walk:
     def run(self, steps):
         requests, cancelled = [], 0
         for _ in range(steps):
+            draw_ready(self.served, self.rng)
             if len(self.served.waiting) < 4 and self.rng.random() < 0.3:
                 requests.append(self.served.submit(self.prompt(), max_tokens=int(self.rng.integers(1, 11))))
             if self.rng.random() < 0.02 and (alive := [*self.served.waiting, *self.served.running]):

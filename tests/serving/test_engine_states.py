@@ -15,8 +15,8 @@ BLOCK = 16
 
 def engine(family, offload=None, num_blocks=40, chunk=64, block_size=BLOCK, order="BLNHC"):
     return serving.Engine(
-        model(family), num_blocks=num_blocks, block_size=block_size, max_requests=3, chunk=chunk, max_chunks=2,
-        order=order, offload=offload,
+        model(family), num_blocks=num_blocks, block_size=block_size, max_requests=3, chunk=chunk,
+        max_num_batched_tokens=3 + 2 * chunk, order=order, offload=offload,
     )  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from jaxkv.models.sampling import Sampling
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.step_inputs import ON_DEVICE
+from serving.toy_engines import draw_ready
 from support import toy_model
 from support.cases import further
 from support.toy_model import prompt
@@ -20,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("toy")
 
 
 def engine(num_blocks=64, **options):
-    defaults = {"block_size": BLOCK, "max_requests": 4, "chunk": 7, "max_chunks": 3, "max_len": 96}
+    defaults = {"block_size": BLOCK, "max_requests": 4, "chunk": 7, "max_num_batched_tokens": 25, "max_len": 96}
     return Engine(toy_model.ToyModel(PARAMS), num_blocks=num_blocks, **{**defaults, **options})
 
 
@@ -46,8 +47,8 @@ def launched(monkeypatch):
     steps = []
     batches = Engine.batches
 
-    def recorded(self, spans):
-        steps.append(batches(self, spans))
+    def recorded(self, *args):
+        steps.append(batches(self, *args))
         return steps[-1]
 
     monkeypatch.setattr(Engine, "batches", recorded)
@@ -105,6 +106,25 @@ class TestAhead:
         for request in (first, *others):
             assert request.generated == right(request.prompt, request.max_tokens)
 
+    def test_prompts_take_the_tokens_that_are_left_of_the_budget(self):
+        """Of 38 tokens, in rows of 7: five rows as long as at most one is decoded, three if more are."""
+        served, computed = engine(max_requests=16, max_num_batched_tokens=38), []
+        served.buckets.ready.add(max(served.buckets.shapes))
+        requests = [served.submit(prompt(length), max_tokens=9) for length in (30, 33, 26, 40)]
+        while any(request.missing > 1 for request in requests):
+            before = [request.cached for request in requests]
+            served.step()
+            computed.append([request.cached - start for request, start in zip(requests, before, strict=True)])
+        # A row of the first and of the second prompt has fewer tokens than 7, and counts as much.
+        assert computed == [[30, 0, 0, 0], [1, 33, 0, 0], [1, 1, 21, 0], [1, 1, 5, 14], [1, 1, 1, 21], [1, 1, 1, 5]]
+        finish(served)
+        for request in requests:
+            assert request.generated == right(request.prompt, 9)
+
+    def test_a_budget_has_a_chunk_beside_all_requests(self):
+        with pytest.raises(ValueError, match="`max_num_batched_tokens` is 10: expected at least 11, for 4 tokens of"):
+            engine(max_num_batched_tokens=10)
+
     def test_prompts_with_a_common_block_wait_for_the_first_of_them(self, launched):
         served = engine()
         prefix = prompt(9)
@@ -150,7 +170,7 @@ class TestAhead:
 
 class TestCancel:
     def test_cancelled_requests_release_their_blocks(self):
-        served = engine(num_blocks=10, max_chunks=1)
+        served = engine(num_blocks=10, max_num_batched_tokens=11)
         requests = [served.submit(prompt(16, seed=n), max_tokens=8) for n in range(3)]
         served.step()
         for request in requests[::2]:
@@ -166,7 +186,7 @@ class TestCancel:
         """In the queue, between chunks, with its last chunk launched, and with a decode step launched."""
         freed, free = [], BlockPool.free
         monkeypatch.setattr(BlockPool, "free", lambda pool, block: freed.append(block) or free(pool, block))
-        served = engine(num_blocks=12, max_chunks=1)
+        served = engine(num_blocks=12, max_num_batched_tokens=11)
         other = served.submit(prompt(6), max_tokens=20)
         request = served.submit(prompt(14, seed=1), max_tokens=9)
         for _ in range(steps):
@@ -270,9 +290,10 @@ class TestPriorities:
 @pytest.mark.parametrize("seed", [0, 1, further(2), further(3)])
 def test_random_walks_of_priorities_stops_and_cancellations(seed):
     rng = np.random.default_rng(seed)
-    served = engine(num_blocks=int(rng.integers(13, 24)), max_requests=3, max_chunks=2)
+    served = engine(num_blocks=int(rng.integers(13, 24)), max_requests=3, max_num_batched_tokens=17)
     requests, preempted = [], 0
     for _ in range(300):
+        draw_ready(served, rng)
         if len(served.waiting) < 4 and rng.random() < 0.3:
             tokens = (*prompt(32, seed=int(rng.integers(3)))[: rng.integers(1, 33)], *prompt(int(rng.integers(6))))
             stop = right(tokens, 12)[int(rng.integers(4, 12)) :][:1] if rng.random() < 0.5 else []

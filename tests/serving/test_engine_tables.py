@@ -10,6 +10,7 @@ from jaxkv.models.sampling import Sampling
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import DiskPool, HostPool
 from jaxkv.serving import Engine
+from serving.toy_engines import draw_ready
 from support import toy_hybrid
 from support.cases import slow
 from support.toy_hybrid import Config, prompt
@@ -37,7 +38,7 @@ def model(layers=ALL, **config):
 
 
 def engine(layers=ALL, num_blocks=40, **options):
-    defaults = {"block_size": BLOCK, "max_requests": 3, "chunk": 8, "max_chunks": 3, "max_len": 64}
+    defaults = {"block_size": BLOCK, "max_requests": 3, "chunk": 8, "max_num_batched_tokens": 27, "max_len": 64}
     return Engine(model(layers), num_blocks=num_blocks, **{**defaults, **options})
 
 
@@ -106,9 +107,12 @@ def test_chunks_end_where_blocks_of_states_end():
 def test_several_prompts_are_prefilled_in_a_step_but_one_chunk_of_each(monkeypatch):
     sizes = []
     batches = Engine.batches
-    monkeypatch.setattr(
-        Engine, "batches", lambda self, plan: sizes.append([s.request for s in plan.prefill]) or batches(self, plan)
-    )
+
+    def counting(self, schedule, shape):
+        sizes.append([span.request for span in schedule.prefill])
+        return batches(self, schedule, shape)
+
+    monkeypatch.setattr(Engine, "batches", counting)
     served = engine()
     requests = [served.submit(prompt(24, seed=n), max_tokens=2) for n in range(3)]
     finish(served)
@@ -264,6 +268,7 @@ def test_random_walks_give_the_tokens_of_an_engine_without_reuse(layers, seed):
             tokens = (*whole[: rng.integers(1, 33)], *end)
             priority = int(rng.integers(2))
             requests.append(served.submit(tokens, max_tokens=int(rng.integers(1, 11)), priority=priority))
+        draw_ready(served, rng)
         if rng.random() < 0.02 and (alive := [*served.waiting, *served.running]):
             served.cancel(alive[rng.integers(len(alive))])
         served.step()
@@ -295,7 +300,9 @@ def test_sampled_tokens_do_not_depend_on_the_batch():
 
 
 def test_after_the_warm_up_nothing_is_compiled():
-    served = engine(num_blocks=39, offload=HostPool(model().layout(1, BLOCK), 64))
+    served = engine(
+        num_blocks=39, max_requests=1, max_num_batched_tokens=9, offload=HostPool(model().layout(1, BLOCK), 64)
+    )
     served.warm_up()
     names = []
 

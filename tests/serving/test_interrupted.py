@@ -16,7 +16,7 @@ import jaxkv.serving
 from jaxkv import models
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import DiskPool, HostPool
-from jaxkv.serving import MTP, Engine, program
+from jaxkv.serving import MTP, Engine
 from support import toy_hybrid, toy_model
 from support.cases import slow
 from support.recorded import FOLDER
@@ -79,7 +79,7 @@ class Sizes(NamedTuple):
     num_blocks: int
     max_requests: int
     chunk: int
-    max_chunks: int
+    max_num_batched_tokens: int
     max_len: int
 
 
@@ -108,7 +108,7 @@ class Toy(Served):
     model = toy_model.ToyModel(params)
     prompts = (prompt(9), 9), (prompt(9) + prompt(3, 1), 5), (prompt(13, 2), 3), (prompt(9, 3), 6), (prompt(9), 2)
     host_blocks = 16
-    sizes = Sizes(num_blocks=7, max_requests=2, chunk=7, max_chunks=8, max_len=24)
+    sizes = Sizes(num_blocks=7, max_requests=2, chunk=7, max_num_batched_tokens=58, max_len=24)
     reached = (
         "run_layers",
         "likeliest",
@@ -150,7 +150,7 @@ class Hybrid(Toy):
     install, params, block_size = toy_hybrid.install, toy_hybrid.random_params(), 8
     model = toy_hybrid.HybridModel(params)
     host_blocks = 6
-    sizes = Sizes(num_blocks=16, max_requests=2, chunk=8, max_chunks=2, max_len=24)
+    sizes = Sizes(num_blocks=16, max_requests=2, chunk=8, max_num_batched_tokens=18, max_len=24)
     reached = *(name for name in Toy.reached if name != "copy_blocks"), "DiskPool.load"
 
     @classmethod
@@ -181,7 +181,7 @@ class Drafts(Served):
 
     @staticmethod
     def another():
-        options = {"num_blocks": 5, "block_size": 16, "max_requests": 2, "chunk": 16, "max_chunks": 2}
+        options = {"num_blocks": 5, "block_size": 16, "max_requests": 2, "chunk": 16, "max_num_batched_tokens": 38}
         return Engine(with_drafts(), drafts=MTP(2), **options)
 
     @classmethod
@@ -306,10 +306,12 @@ def test_any_call_that_can_fail_raises(kind, monkeypatch, tmp_path):
 def test_an_exception_in_the_warm_up(monkeypatch):
     """It ends the engine if programs run; before that, nothing has changed."""
     toy_model.install(monkeypatch)
-    served = Engine(Toy.model, num_blocks=7, block_size=4, max_requests=2, chunk=7, max_len=24)
+    served = Engine(
+        Toy.model, num_blocks=7, block_size=4, max_requests=2, chunk=7, max_num_batched_tokens=16, max_len=24
+    )
     request = served.submit(prompt(9), max_tokens=3)
     with monkeypatch.context() as patch:
-        patch.setattr(program, "compile_all", interrupted)
+        patch.setattr(served.buckets, "compile", interrupted)
         with pytest.raises(KeyboardInterrupt):
             served.warm_up()
     list(served.run())

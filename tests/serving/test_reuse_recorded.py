@@ -27,8 +27,8 @@ def serve(family, engine):
 
 def engine(family, offload=None, order="BLNHC"):
     return serving.Engine(
-        model(family), num_blocks=20, block_size=BLOCK, max_requests=2, chunk=64, max_chunks=2, order=order,
-        offload=offload,
+        model(family), num_blocks=20, block_size=BLOCK, max_requests=2, chunk=64, max_num_batched_tokens=130,
+        order=order, offload=offload,
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Engines of a toy model, with pools behind them."""
 
+import threading
 from functools import cache
 
 from jaxkv.models.weights.fingerprint import fingerprint
@@ -40,6 +41,19 @@ def serve(served, tokens, count=6):
     assert request.generated == right(tuple(tokens), count)
     assert served.pool.num_free == served.pool.num_blocks
     return served.prefix_stats.found - before
+
+
+def draw_ready(served, rng):
+    """Has the next steps run any of the programs that hold them, as if others were not compiled yet."""
+    buckets = served.buckets
+    buckets.ready = {*buckets.largest, *(shape for shape in buckets.shapes if rng.random() < 0.5)}
+
+
+def join_compilers():
+    """Waits until all programs are compiled that are compiled in the background."""
+    for thread in threading.enumerate():
+        if thread.name.startswith("jaxkv-compile"):
+            thread.join(60)
 
 
 def fail(*args, **kwargs):

@@ -1,0 +1,137 @@
+"""`Buckets`: the sizes of steps, for each of which a program is compiled ahead."""
+
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
+
+from jax.stages import Lowered
+
+from jaxkv.serving.step_inputs import Schedule
+
+_log = logging.getLogger("jaxkv")
+
+
+class Shape(NamedTuple):
+    """The rows of a step."""
+
+    chunks: int
+    """Rows for chunks of prompts, which come first; 0 in steps without chunks."""
+    requests: int
+    """Rows for the last tokens of requests whose prompts are complete."""
+
+
+class Buckets:
+    """The shapes of steps, and which of them have a compiled program.
+
+    A step without chunks has rows for 1, 2, 4, 8, ... or `max_requests` requests.  Beside chunks, whose tokens take
+    most of the time, every fourth of these numbers is enough, from the largest down.  Beside each, a step has rows for
+    1, 2, 4, 8, ... chunks, or for as many as the budget of tokens allows.
+
+    Args:
+      max_requests: the most rows of requests.
+      budget: the most tokens of a step.
+      columns: tokens per row of a request.
+      chunk: tokens per row of a chunk.
+      max_chunks: the most rows of chunks, beside the budget.
+
+    Attributes:
+      shapes: all shapes, in the order in which they are needed: first the largest ones, which hold every step, then
+        those of few requests, because an engine begins with few.
+      ready: the shapes that steps may have.  Those of the largest are compiled when a step needs them, or by `compile`.
+      temporaries: bytes of temporary device memory of the program of each shape that `compile` has compiled.
+    """
+
+    def __init__(self, max_requests: int, *, budget: int, columns: int, chunk: int, max_chunks: int | None = None):
+        def chunks(requests: int) -> list[int]:
+            most = (budget - requests * columns) // chunk
+            return _sizes(most if max_chunks is None else min(most, max_chunks))
+
+        sizes = _sizes(max_requests)
+        self.largest = Shape(chunks(max_requests)[0], max_requests), Shape(0, max_requests)
+        found = {Shape(0, n) for n in sizes} | {Shape(m, n) for n in sizes[::4] for m in chunks(n)}
+        others = sorted(found.difference(self.largest), key=lambda shape: (shape.requests, shape.chunks))
+        self.shapes = [*self.largest, *others]
+        self.ready = {*self.largest}
+        self.temporaries: dict[Shape, int] = {}
+
+    def most_chunks(self, requests: int) -> int:
+        """The most chunks of a step that also has so many requests: one or more."""
+        return max(shape.chunks for shape in self.ready.copy() if shape.requests >= requests)
+
+    def fit(self, *schedules: Schedule) -> Shape:
+        """The smallest shape that is ready for each of these steps.
+
+        Of chunks that do not fit beside the requests, the last are left to a later step.
+        """
+        requests = max(len(schedule.decode) for schedule in schedules)
+        most = self.most_chunks(requests)
+        for schedule in schedules:
+            del schedule.prefill[most:]
+        chunks = max(len(schedule.prefill) for schedule in schedules)
+        return min(shape for shape in self.ready.copy() if shape.chunks >= chunks and shape.requests >= requests)
+
+    def compile(self, programs: Mapping[Shape, Sequence[Callable[[], Lowered]]], *, wait: bool) -> None:
+        """Compiles the programs of all shapes in threads; a shape is ready when all its programs are compiled.
+
+        Returns when all are ready or, without `wait`, when the largest are.  The others are compiled after that, in few
+        threads, so that those that are needed first are ready first.  An error or an interrupt is raised at once,
+        without waiting for other programs.  A compiler cannot be stopped: compilations that have begun then go on in
+        the background.  So they do when these buckets are dropped, and Python waits for them before it exits.
+
+        Args:
+          programs: functions that lower the programs of each shape, the program of the layers first.
+          wait: whether to wait for all.
+        """
+        dropped = threading.Event()
+        weakref.finalize(self, dropped.set)
+
+        def submit(threads: ThreadPoolExecutor, shape: Shape, lowered: Iterable[Lowered]) -> Future:
+            # The task does not refer to these buckets, so that they can be dropped.
+            return threads.submit(_compile, shape, lowered, self.ready, self.temporaries, dropped)
+
+        awaited = len(self.shapes if wait else self.largest)
+        threads = ThreadPoolExecutor()
+        try:
+            # Lowered in this thread, whose contexts may configure JAX.
+            for task in [
+                submit(threads, shape, [lower() for lower in programs[shape]]) for shape in self.shapes[:awaited]
+            ]:
+                task.result()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+        others = ThreadPoolExecutor(max((os.cpu_count() or 1) // 4, 1), thread_name_prefix="jaxkv-compile")
+        for shape in self.shapes[awaited:]:
+            submit(others, shape, (lower() for lower in programs[shape])).add_done_callback(_warn)
+        others.shutdown(wait=False)
+
+
+def _sizes(most: int) -> list[int]:
+    """`most`, and the powers of two below it, from the largest down."""
+    return [most, *(2**n for n in reversed(range((most - 1).bit_length())))]
+
+
+def _compile(
+    shape: Shape,
+    lowered: Iterable[Lowered],
+    ready: set[Shape],
+    temporaries: dict[Shape, int],
+    dropped: threading.Event,
+) -> None:
+    compiled = []
+    for program in lowered:
+        if dropped.is_set():
+            return
+        compiled.append(program.compile())
+    memory = compiled[0].memory_analysis()
+    if memory is not None:
+        temporaries[shape] = memory.temp_size_in_bytes
+    ready.add(shape)
+
+
+def _warn(task: Future) -> None:
+    if (error := task.exception()) is not None:
+        _log.warning("a program was not compiled, so that steps run a larger one: %s", error)
