@@ -5,13 +5,16 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from typing import NamedTuple
 
 from jax.stages import Lowered
 
 from jaxkv.serving.step_inputs import Schedule
 
+INTERRUPTED_AFTER = 0.1
+"""Seconds after which an interrupt is noticed at the latest."""
 _log = logging.getLogger("jaxkv")
 
 
@@ -97,10 +100,14 @@ class Buckets:
         threads = ThreadPoolExecutor()
         try:
             # Lowered in this thread, whose contexts may configure JAX.
-            for task in [
+            pending = {
                 submit(threads, shape, [lower() for lower in programs[shape]]) for shape in self.shapes[:awaited]
-            ]:
-                task.result()
+            }
+            while pending:
+                # In turns: Python notices a signal that arrives just before it waits only after it has waited.
+                done, pending = wait_for(pending, timeout=INTERRUPTED_AFTER, return_when=FIRST_COMPLETED)
+                for task in done:
+                    task.result()
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
         others = ThreadPoolExecutor(max((os.cpu_count() or 1) // 4, 1), thread_name_prefix="jaxkv-compile")
