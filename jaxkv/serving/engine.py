@@ -174,6 +174,9 @@ class Engine(EngineBase):
             chunk=chunk,
             max_chunks=max_requests if self._state_size else None,
         )
+        most_chunks = 1 if self._state_size else max(shape.chunks for shape in self.buckets.shapes)
+        self._step_tokens = chunk * most_chunks
+        """The most tokens of a request that a step processes."""
         self._capacity = capacity(tables, num_blocks, self._step_tokens)
         """The most cached tokens of a request that has the cache for itself."""
         if max_len is None:
@@ -428,11 +431,6 @@ class Engine(EngineBase):
         end = self._end(request)
         starts = range(request.cached, end, self.chunk)[:most]
         return Schedule([Span.of(request, start, min(self.chunk, end - start)) for start in starts], [])
-
-    @property
-    def _step_tokens(self) -> int:
-        """The most tokens of a request that a step processes."""
-        return self.chunk if self._state_size else self.chunk * max(shape.chunks for shape in self.buckets.shapes)
 
     def _end(self, request: Request, start: int | None = None) -> int:
         """Where the next step of a request ends at most: it has `start` cached tokens, by default as many as now."""

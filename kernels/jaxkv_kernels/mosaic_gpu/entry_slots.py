@@ -8,8 +8,8 @@ What bounds it: an H100 copies random rows of 656 bytes at 2.05 TB/s, two thirds
 of 16 bytes per lane (`cp.async`) are no faster, and take 0.055 with a prefetch size of 256 bytes, since rows do not
 begin at multiples of it.
 
-A masked key (slot below 0 or past the cache, or position past the count) is a row of zeros, which its lane stores.  One
-bit per row tells consumers whether the key counts (1) or is masked (0): the scores of zeros are 0, not -inf.
+A masked key (slot below 0 or past the cache, or position past the count) is a row of zeros, which its lane stores.  A
+bit per row shows consumers whether the key counts (1) or is masked (0), because the scores of zeros are 0, not -inf.
 
 Barriers.  A tile's barrier completes when all 64 rows have arrived (1 per row) and the bytes of their copies have
 landed.  It is in `stats` (`lane_barriers.py`), as are the bits:
@@ -39,8 +39,6 @@ from jaxkv_kernels.mosaic_gpu.tile_scheduler import WorkTile
 
 KNOWN, LANDED = STATS, STATS + 1
 """Rows of `stats`: a bit per key, 1 if it is not masked, and the barriers of tiles."""
-MOST_STAGES = N // 4
-"""Stages for which a row of `stats` has bits."""
 OWN = plgpu.Layout.WG_STRIDED((lanes.LANES,), 1)
 PLAIN = plgpu.RefType()
 

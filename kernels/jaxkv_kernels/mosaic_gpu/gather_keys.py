@@ -604,7 +604,7 @@ class ConvertedTiles(GatherTiles):
     @property
     def _ring(self) -> int:
         """The number of units that are loaded ahead."""
-        return min(self.units_ahead, len(self._units(0)))
+        return min(self.units_ahead, self.rows.units)
 
     def _load(self, slots, layer, limit, unit):
         return self.rows.load(self.kv_ref, self.zero_ref, slots, layer, limit, unit)
@@ -631,17 +631,13 @@ class ConvertedTiles(GatherTiles):
         if not rows.converts_rope:
             rows.finish_rope(tile, self.r, scales, rope, self.k_full)
         raw = self._load_scales(ahead, layer, limit)
-        n = 0
-        for half in (tile, 1 - tile):
-            if half != tile:
-                self._wait_free(tile, half, used)
-            for unit in rows.half(half):
-                rows.store(unit, tile, self.k, ring[n % self._ring], scales)
-                slots = here_spread if n + self._ring < len(units) else ahead_spread
-                ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
-                n += 1
-            if half == tile:
-                self._stored(2 * tile + half)
+        for n, unit in enumerate(units):
+            if n == len(units) // 2:
+                self._stored(2 * tile + tile)
+                self._wait_free(tile, 1 - tile, used)
+            rows.store(unit, tile, self.k, ring[n % self._ring], scales)
+            slots = here_spread if n + self._ring < len(units) else ahead_spread
+            ring[n % self._ring] = self._load(slots, layer, limit, coming[n + self._ring])
         if self.prefetch:
             rows.prefetch(*from_cache, rows.spread(after), layer, limit)
         if rows.converts_rope:

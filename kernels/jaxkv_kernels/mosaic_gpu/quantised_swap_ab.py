@@ -449,9 +449,8 @@ def attend(
                 one = partial(fetch, tile)
                 carry = lax.fori_loop(tile.begin, early, one, (used, found))
                 store_queries(loaded, n)
-                next_found = loader.look_up(
-                    next_tile, next_tile.begin
-                )  # early, while entries of this work tile are still to be fetched
+                # Early, while entries of this work tile are still to be fetched.
+                next_found = loader.look_up(next_tile, next_tile.begin)
                 used, _ = lax.fori_loop(early, tile.end, one, carry)
                 return used, next_found, next_tile
 

@@ -165,7 +165,6 @@ def upper_half() -> ir.Value:
 def load_slots(slots, request, tile, length) -> ir.Value:
     """The slot of the lane's own row; -1 at positions from `length` on.  `slots` are `gather_keys.Slots`."""
     ref = slots.of
-    width = ir.MemRefType(ref.type).shape[1]
     position = arith.addi(arith.muli(tile, c32(TILE)), Lane().own_row)
     if slots.block_size is not None:
         inside = arith.cmpi(arith.CmpIPredicate.slt, position, length)
@@ -175,6 +174,12 @@ def load_slots(slots, request, tile, length) -> ir.Value:
             position = arith.addi(position, begin)
         tables = BlockTables(ref, slots.block_size, slots.tokens)
         return slot_of(tables, request, arith.select(inside, position, c32(-1)))
+    return slot_in_list(ref, request, position, length)
+
+
+def slot_in_list(ref, request, position, length) -> ir.Value:
+    """The slot at a position of row `request` of lists [N, K]; -1 at positions from `length` on."""
+    width = ir.MemRefType(ref.type).shape[1]
     first = arith.addi(arith.muli(arith.extui(i64(), request), c64(4 * width)), _wide(arith.shli(position, c32(2))))
     load = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
     return ptx(load, at(mgpu.utils.memref_ptr(ref), first), position, length, result_types=i32(), has_side_effects=True)

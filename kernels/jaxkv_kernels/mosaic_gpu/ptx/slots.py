@@ -6,8 +6,8 @@ from jax.extend.mlir.dialects import arith, vector
 
 from jaxkv_kernels.mosaic_gpu.ptx.barriers import arrive
 from jaxkv_kernels.mosaic_gpu.ptx.fragments import LANES, WARP_ROWS, Lane, fragmented, registers_of, words
-from jaxkv_kernels.mosaic_gpu.ptx.gather import address, shuffle, valid
-from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, c64, f32, i32, i64, ptx
+from jaxkv_kernels.mosaic_gpu.ptx.gather import address, shuffle, slot_in_list, valid
+from jaxkv_kernels.mosaic_gpu.ptx.inline import at, c32, f32, i32, ptx
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
 
 WARPS = LANES // 32
@@ -33,15 +33,7 @@ def _bits_of(ref, row: int, stage) -> ir.Value:
 
 def load_slot(ref, request, tile, length) -> ir.Value:
     """The slot of the lane's row; -1 at positions from `length` on."""
-    width = ir.MemRefType(ref.type).shape[1]
-    position = arith.addi(arith.muli(tile, c32(TILE)), _row())
-    first = arith.addi(arith.muli(arith.extui(i64(), request), c64(4 * width)), _wide(arith.shli(position, c32(2))))
-    load = "{ .reg .pred p; setp.lt.s32 p, $2, $3; mov.b32 $0, -1; @p ld.global.b32 $0, [$1]; }"
-    return ptx(load, at(mgpu.utils.memref_ptr(ref), first), position, length, result_types=i32(), has_side_effects=True)
-
-
-def _wide(x) -> ir.Value:
-    return arith.extui(i64(), x)
+    return slot_in_list(ref, request, arith.addi(arith.muli(tile, c32(TILE)), _row()), length)
 
 
 def copy_entries(cache, kv, slots, layer, limit, stage, raw, stats, known_row: int, barrier) -> None:
