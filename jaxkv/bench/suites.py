@@ -20,8 +20,11 @@ DENSE = (
 QUANTISED = "128x128x1x4096", "128x16x1x8192", "64x16x1x4096", "1x128x1x65536"
 """Dense decoding of quantised entries."""
 
-SPARSE = "128x128x1x8192", "128x128x2x32768", "64x64x1x8192", "8x128x1x32768", "1x128x1x65536"
-"""Attention to 2,048 selected slots."""
+SPARSE = (
+    *("128x128x1x8192", "128x128x2x32768", "64x64x1x8192", "8x128x1x32768", "1x128x1x65536"),
+    *("64x16x1x32768", "64x8x1x32768"),
+)
+"""Attention to 2,048 selected slots; 16 and 8 heads are those of a device that shares 128 with others."""
 
 V4 = "64x128x1x32768", "64x64x1x32768"
 """Attention to a window of 128 tokens and to 512 compressed entries, as DeepSeek V4 decodes."""

@@ -36,7 +36,7 @@ about this few consecutive calls.  Before each round, the host waits to learn wh
 """
 
 BURST_SECONDS = 0.006
-"""The length of a round of long calls, as in `time_flash_mla.py`.  In longer rounds, the GPU comes closer to its power
+"""The length of a round of long calls, as in `time_peers.py`.  In longer rounds, the GPU comes closer to its power
 limit: sparse attention of 4,096 query tokens takes 3.55 ms in rounds of 4 calls, 3.87 of 32 and 4.19 of 256.
 """
 

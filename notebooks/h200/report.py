@@ -106,29 +106,122 @@ def speed() -> str:
     return "\n".join(lines)
 
 
+PEERS = {
+    "flash_mla": "FlashMLA",
+    "flash_attention_3": "FlashAttention 3",
+    "vllm_fp8": "vLLM, lossy",
+    "deep_gemm": "DeepGEMM",
+}
+"""The names of the peers of `peers.json`."""
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A row of jaxkv's benchmark, and the fastest peer on its shape."""
+
+    row: dict
+    peer: dict | None
+    limit: float
+    """The least time in ms, as `limit` returns it."""
+
+    @property
+    def ratios(self) -> tuple[float, float]:
+        """How many times as fast as the peer jaxkv is: (burst, sustained)."""
+        assert self.peer is not None
+        burst, sustained = (self.peer[time] / self.row[time] for time in ("ms", "sustained_ms"))
+        return burst, sustained
+
+    @property
+    def shape(self) -> str:
+        """The shape, and how many layers the cache has, if several."""
+        row = self.row
+        shape = (
+            shape_of(row)
+            if not row["varlen"]
+            else shape_of(row).replace(f"{row['tokens']:,}", f"up to {row['tokens']:,}")
+        )
+        return shape if row["layers"] == 1 else f"{shape}, {row['layers']} layers"
+
+
+def beside() -> list[Beside]:
+    """jaxkv's operations and their peers, on one H100."""
+    ours, theirs = read("decode.json", "h100"), read("peers.json", "h100")
+    found = []
+    for row in ours["rows"]:
+        peers = [peer for peer in theirs["rows"] if peer["shape"] == row["shape"]]
+        fastest = min(peers, key=lambda peer: peer["ms"], default=None)
+        found.append(Beside(row, fastest, limit(row, ours["ceilings"])))
+    return found
+
+
+def peers() -> str:
+    """A Markdown table of jaxkv's operations beside the fastest peer."""
+    heading = (
+        *("operation", "entries", "requests x heads x query tokens x tokens"),
+        *("jaxkv ms", "of the limit", "fastest peer", "its ms", "ratio"),
+    )
+    lines = [f"| {' | '.join(heading)} |", "|---" * len(heading) + "|"]
+    for found in beside():
+        row, peer = found.row, found.peer
+        compared = ["-", "-", "-"]
+        if peer is not None:
+            times = _pair((peer["ms"], peer["sustained_ms"]), 4)
+            compared = [PEERS[peer["peer"]], times, _pair(found.ratios, 2)]
+        own = _pair((row["ms"], row["sustained_ms"]), 4)
+        cells = [
+            f"`{row['operation']}`",
+            entries_of(row),
+            found.shape,
+            own,
+            f"{found.limit / row['ms']:.2f}",
+            *compared,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def entries_of(row: dict) -> str:
+    """The format of a row's entries; `-` for an operation without a cache."""
+    return "-" if row["operation"] == "select_topk" else row["format"]
+
+
+def dense() -> list[Beside]:
+    """The rows of dense attention in bf16 on a cache of one layer."""
+    return [
+        found
+        for found in beside()
+        if found.row["operation"] == "decode_mla" and found.row["format"] == "bf16" and found.row["layers"] == 1
+    ]
+
+
 def summary() -> str:
-    """How long `decode_mla` takes relative to FlashMLA, over all shapes."""
-    times = [1 / ratio for row in rows() if row.layers == 1 for ratio in row.ratios]
+    """How long `decode_mla` takes relative to its peers, over all shapes."""
+    times = [1 / ratio for found in dense() for ratio in found.ratios]
     return _paragraph(
-        f"On an NVIDIA H200, `decode_mla` in bf16 takes between {min(times):.2f} and {max(times):.2f} times as long as "
-        "FlashMLA, depending on the shape ([Speed](#speed))."
+        f"On an NVIDIA H100, `decode_mla` in bf16 takes between {min(times):.2f} and {max(times):.2f} times as long as "
+        "the faster of FlashMLA and FlashAttention 3, depending on the shape ([Speed](#speed))."
     )
 
 
 def verdict() -> str:
-    """Where FlashMLA is faster, and the ratios of sparse attention."""
-    slower = [
-        f"{row.shape} {kind} ({ratio:.2f})"
-        for row in rows()
-        for kind, ratio in zip(("in bursts", "sustained"), row.ratios, strict=True)
-        if row.layers == 1 and round(ratio, 2) < 1
-    ]
-    theirs = {row["shape"]: row for row in read("flash_mla_sparse.json")["rows"]}
-    pairs = [(row, theirs[row["shape"]]) for row in read("quantised.json")["rows"] if row["shape"] in theirs]
-    sparse = [other[time] / row[time] for row, other in pairs for time in ("ms", "sustained_ms")]
+    """Where a peer is faster."""
+
+    def slower(rows: list[Beside]) -> str:
+        found = [
+            f"{found.shape} {kind} ({ratio:.2f})"
+            for found in rows
+            if found.peer is not None
+            for kind, ratio in zip(("in bursts", "sustained"), found.ratios, strict=True)
+            if round(ratio, 2) < 1
+        ]
+        return ", ".join(found) or "no shape"
+
+    of = {name: [found for found in beside() if name in found.row["shape"]] for name in ("sparse", "logits")}
+    fp8 = [found for found in beside() if found.row["operation"] == "decode_mla" and found.row["format"] == "fp8"]
     return _paragraph(
-        f"FlashMLA is faster on {' and '.join(slower) or 'no shape'}. `decode_mla_sparse` on `fp8_ds_mla` entries is "
-        f"{min(sparse):.2f} to {max(sparse):.2f} times as fast as FlashMLA."
+        f"In bf16, a peer is faster on {slower(dense())}; of sparse attention, on {slower(of['sparse'])}; of the "
+        f"indexer's logits, on {slower(of['logits'])}. With `fp8` entries, vLLM's kernel is faster on {slower(fp8)}: "
+        "it multiplies queries and probabilities in float8, which jaxkv does not."
     )
 
 
@@ -368,6 +461,7 @@ def step_name(row: dict) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "summary": summary,
     "speed": speed,
+    "peers": peers,
     "verdict": verdict,
     "ceilings": ceilings,
     "quantised": quantised,

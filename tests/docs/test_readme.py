@@ -142,8 +142,8 @@ def test_tables_are_those_of_the_code(name, tmp_path):
 
 
 TABLES = {
-    "README.md": ("summary", "speed", "verdict"),
-    "notebooks/README.md": ("ceilings", "quantised", "models", "by_hand"),
+    "README.md": ("summary", "peers", "verdict"),
+    "notebooks/README.md": ("speed", "ceilings", "quantised", "models", "by_hand"),
     "jaxkv/models/README.md": ("steps", "concurrent_steps", "chain", "several_gpus"),
     "jaxkv/offload/README.md": ("hot_rows",),
 }
@@ -174,12 +174,15 @@ def test_the_accuracy_of_every_format_is_recorded():
     assert rows == {(kind.__name__, form) for kind in kinds for form in kind.formats}
 
 
-RECORDED = "decode_mla", "quantised", "quantised_kv", "sparse_step", "flash_mla", "flash_mla_sparse", "model_steps"
+RECORDED = {
+    "h200": ("decode_mla", "quantised", "quantised_kv", "sparse_step", "flash_mla", "flash_mla_sparse", "model_steps"),
+    "h100": ("decode", "peers"),
+}
 
 
 def test_measurements_name_their_date_device_versions_and_command():
-    for name in RECORDED:
-        found = json.loads((ROOT / "notebooks" / "h200" / f"{name}.json").read_text())
+    for gpu, name in ((gpu, name) for gpu, names in RECORDED.items() for name in names):
+        found = json.loads((ROOT / "notebooks" / gpu / f"{name}.json").read_text())
         assert {"date", "device", "versions", "command"} <= set(found), name
         assert "ceilings" in found or name == "model_steps"
         if "flash" in name:
