@@ -9,8 +9,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import NamedTuple
 
-from jax.stages import Lowered
-
+from jaxkv.serving.program_cache import Compilable
 from jaxkv.serving.step_inputs import Schedule
 
 INTERRUPTED_AFTER = 0.1
@@ -30,9 +29,9 @@ class Shape(NamedTuple):
 class Buckets:
     """The shapes of steps, and which of them have a compiled program.
 
-    A step without chunks has rows for 1, 2, 4, 8, ... or `max_requests` requests.  Beside chunks, whose tokens take
-    most of the time, every fourth of these numbers is enough, from the largest down.  Beside each, a step has rows for
-    1, 2, 4, 8, ... chunks, or for as many as the budget of tokens allows.
+    A step without chunks has rows for 1, 2, 4, 8, ... or `max_requests` requests.  With chunks, whose tokens take most
+    of the time, there are few: rows for `max_requests` requests or about a sixteenth of that, and for as many chunks as
+    the budget of tokens allows, or about a quarter of that, a sixteenth, and so on.
 
     Args:
       max_requests: the most rows of requests.
@@ -51,11 +50,11 @@ class Buckets:
     def __init__(self, max_requests: int, *, budget: int, columns: int, chunk: int, max_chunks: int | None = None):
         def chunks(requests: int) -> list[int]:
             most = (budget - requests * columns) // chunk
-            return _sizes(most if max_chunks is None else min(most, max_chunks))
+            return _sizes(most if max_chunks is None else min(most, max_chunks))[::2]
 
         sizes = _sizes(max_requests)
         self.largest = Shape(chunks(max_requests)[0], max_requests), Shape(0, max_requests)
-        found = {Shape(0, n) for n in sizes} | {Shape(m, n) for n in sizes[::4] for m in chunks(n)}
+        found = {Shape(0, n) for n in sizes} | {Shape(m, n) for n in sizes[:5:4] for m in chunks(n)}
         others = sorted(found.difference(self.largest), key=lambda shape: (shape.requests, shape.chunks))
         self.shapes = [*self.largest, *others]
         self.ready = {*self.largest}
@@ -77,7 +76,7 @@ class Buckets:
         chunks = max(len(schedule.prefill) for schedule in schedules)
         return min(shape for shape in self.ready.copy() if shape.chunks >= chunks and shape.requests >= requests)
 
-    def compile(self, programs: Mapping[Shape, Sequence[Callable[[], Lowered]]], *, wait: bool) -> None:
+    def compile(self, programs: Mapping[Shape, Sequence[Callable[[], Compilable]]], *, wait: bool) -> None:
         """Compiles the programs of all shapes in threads; a shape is ready when all its programs are compiled.
 
         Returns when all are ready or, without `wait`, when the largest are.  The others are compiled after that, in few
@@ -86,13 +85,13 @@ class Buckets:
         the background.  So they do when these buckets are dropped, and Python waits for them before it exits.
 
         Args:
-          programs: functions that lower the programs of each shape, the program of the layers first.
+          programs: functions that lower or find the programs of each shape, that of the layers first.
           wait: whether to wait for all.
         """
         dropped = threading.Event()
         weakref.finalize(self, dropped.set)
 
-        def submit(threads: ThreadPoolExecutor, shape: Shape, lowered: Iterable[Lowered]) -> Future:
+        def submit(threads: ThreadPoolExecutor, shape: Shape, lowered: Iterable[Compilable]) -> Future:
             # The task does not refer to these buckets, so that they can be dropped.
             return threads.submit(_compile, shape, lowered, self.ready, self.temporaries, dropped)
 
@@ -123,7 +122,7 @@ def _sizes(most: int) -> list[int]:
 
 def _compile(
     shape: Shape,
-    lowered: Iterable[Lowered],
+    lowered: Iterable[Compilable],
     ready: set[Shape],
     temporaries: dict[Shape, int],
     dropped: threading.Event,

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
-from jax.stages import Lowered
 
 from jaxkv.checks import positive_int
 from jaxkv.models.model import Model
@@ -29,6 +28,7 @@ from jaxkv.serving.buckets import Buckets, Shape
 from jaxkv.serving.drafts import MTP, AcceptanceStats, verify_and_draft
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
+from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, stop_tokens, token_ids
 from jaxkv.serving.step_inputs import NOTHING, Choices, InputBatch, Schedule, Span
 from jaxkv.serving.table import capacity, tables_of
@@ -206,8 +206,8 @@ class Engine(EngineBase):
         """Steps whose tokens have not been read: the sampled tokens or what drafts found, and the span of each row."""
         # The cache is donated, so that it is updated in place.
         self.program = program.run_layers if drafts is None else verify_and_draft
-        self._layers = jax.jit(self.program, donate_argnames="cache", compiler_options=model.compiler_options)
-        self._samplers = [jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)]
+        self._layers = Program(self.program, donate="cache", compiler_options=model.compiler_options)
+        self._samplers = [Program(sample, donate="last") for sample in (program.likeliest, program.draw)]
 
     def submit(
         self,
@@ -297,7 +297,7 @@ class Engine(EngineBase):
         start = time.perf_counter()
         if schedule := self.schedule():
             shape = self.buckets.fit(schedule)
-            self.cache, found = self._layers(self.model, self.cache, self.last, *self.batches(schedule, shape))
+            self.cache, found = self._layers(shape, self.model, self.cache, self.last, *self.batches(schedule, shape))
             self.launched(schedule, shape, found)
         self.read(behind=schedule is not None)
         self.host_time.steps += 1
@@ -324,25 +324,25 @@ class Engine(EngineBase):
             step.  The others are compiled while the engine serves, and steps run them as soon as they are ready.
         """
         self.check_usable()
-        self.buckets.compile({shape: self._programs(shape) for shape in self.buckets.shapes}, wait=wait)
+        self.buckets.compile({shape: self._prepared(shape) for shape in self.buckets.shapes}, wait=wait)
         self._run_without_requests()
 
-    def _programs(self, shape: Shape) -> list[Callable[[], Lowered]]:
-        """Functions that lower the programs of a step.  They do not refer to this engine or to its cache."""
+    def _prepared(self, shape: Shape) -> list[Callable[[], Compilable]]:
+        """Functions that lower or find the programs of a step.  They do not refer to this engine or to its cache."""
         cache, last = jax.tree.map(_described, (self.cache, self.last))
-        lowers: list[Callable[[], Lowered]]
-        lowers = [partial(self._layers.lower, self.model, cache, last, *self.batches(NOTHING, shape))]
+        prepared: list[Callable[[], Compilable]]
+        prepared = [partial(self._layers.prepare, shape, self.model, cache, last, *self.batches(NOTHING, shape))]
         if self.drafts is None:
             rows = sum(shape)
             logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=last.sharding)
-            lowers += [partial(sample.lower, logits, last, Choices.of({}, rows)) for sample in self._samplers]
-        return lowers
+            prepared += [partial(sample.prepare, rows, logits, last, Choices.of({}, rows)) for sample in self._samplers]
+        return prepared
 
     @ends_engine
     def _run_without_requests(self) -> None:
         for shape in self.buckets.ready.copy():
             batches = self.batches(NOTHING, shape)
-            self.cache, found = self._layers(self.model, self.cache, self.last, *batches)
+            self.cache, found = self._layers(shape, self.model, self.cache, self.last, *batches)
             self.warm_up_after(found)
 
     @ends_engine
@@ -418,7 +418,7 @@ class Engine(EngineBase):
 
     def _sample(self, sample, logits, rows: dict[int, Span]) -> jax.Array:
         """Runs a program that chooses the next token of each row, and returns these tokens."""
-        self.last, drawn = sample(logits, self.last, Choices.of(rows, len(logits)))
+        self.last, drawn = sample(len(logits), logits, self.last, Choices.of(rows, len(logits)))
         return drawn
 
     def _part(self, request: Request, most: int) -> Schedule:

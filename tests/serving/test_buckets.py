@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv.serving.buckets import Buckets, Shape
 from jaxkv.serving.step_inputs import Schedule
-from serving.toy_engines import engine, join_compilers, right
+from serving.toy_engines import engine, join_compilers, right, serve
 from support.toy_model import prompt
 
 
@@ -25,8 +25,8 @@ def test_there_are_few_sizes_up_to_the_largest():
     first, *others = buckets.shapes
     assert first == (10, 48)
     assert others[0] == (0, 48)
-    beside_few = shapes([26, 16, 8, 4, 2, 1], [4])
-    assert {*buckets.shapes} == shapes([0], [1, 2, 4, 8, 16, 32, 48]) | shapes([10, 8, 4, 2, 1], [48]) | beside_few
+    with_chunks = shapes([10, 4, 1], [48]) | shapes([26, 8, 2], [4])
+    assert {*buckets.shapes} == shapes([0], [1, 2, 4, 8, 16, 32, 48]) | with_chunks
     assert others[1:] == sorted(others[1:], key=lambda shape: shape[::-1])
     for shape in buckets.shapes:
         assert 8 * shape.chunks + 3 * shape.requests <= 48 * 3 + 80
@@ -110,7 +110,7 @@ def test_nothing_is_compiled_for_buckets_that_have_been_dropped():
 
 @pytest.mark.usefixtures("toy")
 def test_a_step_runs_the_smallest_program(monkeypatch):
-    served, rows = engine(max_requests=3, max_num_batched_tokens=17), []
+    served, rows = engine(max_requests=3, max_num_batched_tokens=3 + 4 * 7), []
     launched = served.launched
     monkeypatch.setattr(served, "launched", lambda *args: rows.append(args[1]) or launched(*args))
     served.buckets.ready.update(served.buckets.shapes)
@@ -118,8 +118,10 @@ def test_a_step_runs_the_smallest_program(monkeypatch):
     requests = [served.submit(prompt(5, seed=n), max_tokens=count) for n, count in enumerate(counts)]
     list(served.run())
     assert [request.generated for request in requests] == [right(prompt(5, seed=n), m) for n, m in enumerate(counts)]
-    assert [shape.chunks for shape in rows[:2]] == [2, 1]
-    assert [shape for shape in rows[2:] if shape.chunks] == []
-    sizes = [shape.requests for shape in rows[2:]]
+    assert rows[0].chunks == 4
+    assert [shape for shape in rows[1:] if shape.chunks] == []
+    sizes = [shape.requests for shape in rows[1:]]
     assert sizes == sorted(sizes, reverse=True)
     assert {1, 2} <= set(sizes)
+    serve(served, prompt(5, seed=9))
+    assert rows[len(sizes) + 1].chunks == 1

@@ -1,0 +1,123 @@
+"""Executables that are kept on disk, and what they are found by."""
+
+import pickle
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxkv.serving import program_cache
+from jaxkv.serving.program_cache import FOLDER, Program
+from serving.toy_engines import engine, serve
+from support import toy_model
+from support.toy_model import prompt
+
+X, Y = jnp.arange(4.0), jnp.ones(4)
+
+
+def added(x, y):
+    return x + y, x @ y
+
+
+@pytest.fixture
+def folder(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    jax.config.update("jax_compilation_cache_dir", str(tmp_path))
+    yield tmp_path / FOLDER
+    jax.config.update("jax_compilation_cache_dir", before)
+
+
+@pytest.fixture
+def lowered():
+    """Names of the functions that are lowered."""
+    names = []
+
+    def listener(event, seconds, *, fun_name="", **_):
+        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    yield names
+    jax.monitoring.unregister_event_duration_listener(listener)
+
+
+def run(function=added, *, donate="x", size=4, options=None):
+    """The results of a program of its own, found or compiled."""
+    program = Program(function, donate=donate, compiler_options=options)
+    x, y = X[:size].copy(), Y[:size]
+    program.prepare("size", x, y).compile()
+    total, product = program("size", x, y)
+    assert x.is_deleted() == (donate == "x")
+    assert (total.tolist(), product) == ((X[:size] + 1).tolist(), X[:size].sum())
+
+
+def test_an_executable_is_found_by_a_later_program(folder, lowered):
+    run()
+    assert lowered.count("jit(added)") == 1
+    (file,) = folder.iterdir()
+    run()
+    assert lowered.count("jit(added)") == 1
+    assert [*folder.iterdir()] == [file]
+
+
+def test_it_is_found_by_all_that_it_depends_on(folder, monkeypatch):
+    def same(x, y):
+        return added(x, y)
+
+    def files():
+        return len([*folder.iterdir()])
+
+    run()
+    run(size=3)
+    run(same)
+    assert files() == 3
+    with jax.default_matmul_precision("float32"):
+        run()
+    assert files() == 4
+    run(options={"xla_cpu_enable_fast_math": False})
+    assert files() == 5
+    monkeypatch.setattr(program_cache, "_sources", lambda: "of another version")
+    run()
+    assert files() == 6
+    monkeypatch.setattr(program_cache, "_versions", lambda: ("jax 0.1",))
+    run()
+    assert files() == 7
+    run()
+    assert files() == 7
+
+
+def test_without_a_folder_nothing_is_kept(folder, lowered):
+    jax.config.update("jax_compilation_cache_dir", None)
+    run()
+    run()
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", pickle.dumps((b"executable", None)), pickle.dumps(3)])
+def test_a_file_that_cannot_be_loaded_is_written_anew(folder, content, caplog):
+    run()
+    (file,) = folder.iterdir()
+    whole = file.read_bytes()
+    file.write_bytes(content)
+    run()
+    assert f"{file} was not loaded, so that its program is compiled again" in caplog.text
+    assert len(file.read_bytes()) == len(whole)
+    assert [*folder.iterdir()] == [file]
+
+
+def test_a_program_runs_if_it_cannot_be_stored(folder, caplog):
+    folder.write_text("a file in place of the folder")
+    run()
+    assert "a program was not stored" in caplog.text
+
+
+@pytest.mark.usefixtures("toy")
+def test_an_engine_that_starts_again_lowers_none_of_its_programs(folder, lowered, monkeypatch):
+    monkeypatch.setattr(toy_model, "ROOM", 66)  # no other test has compiled for this size
+    for lowers in (True, False):
+        served = engine(num_blocks=15, max_requests=2, max_num_batched_tokens=16)
+        served.warm_up()
+        assert ("jit(run_layers)" in lowered) is lowers
+        assert ("jit(draw)" in lowered) is lowers
+        serve(served, prompt(9))
+        lowered.clear()
