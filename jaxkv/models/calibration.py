@@ -130,7 +130,8 @@ def _tables(model: Model, tokens: int) -> tuple[dict[str, np.ndarray], int]:
     layout, tables, first = model.layout(1), {}, 0
     for name in model.tables:
         size = model.usual_block_size if name == MAIN else layout.tables[name].block_size
-        tables[name] = np.arange(first, first := first - (-tokens // size), dtype=np.int32)
+        end = first + math.ceil(tokens / size)
+        tables[name], first = np.arange(first, end, dtype=np.int32), end
     return tables, first
 
 

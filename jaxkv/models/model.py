@@ -178,8 +178,9 @@ class Model:
         `num_blocks` and `block_size` are those of block tables and slots; the default of `block_size` is
         `usual_block_size`.  On several devices, `parallel` decides which part of them each device holds.
 
-        For a model with an indexer (V3.2, GLM-5), states (Qwen3-Next, Kimi Linear) or windows (GPT-OSS, V4), the result is a view of the first group of its layout.  `copy_blocks`, `read_blocks` and `write_blocks` still move
-        whole blocks, with all groups.
+        For a model with an indexer (V3.2, GLM-5), states (Qwen3-Next, Kimi Linear) or windows (GPT-OSS, V4), the result
+        is a view of the first group of its layout.  `copy_blocks`, `read_blocks` and `write_blocks` still move whole
+        blocks, with all groups.
         """
         layout = self.layout(num_blocks, block_size, order)
         return self.parallel.zeros(next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout)

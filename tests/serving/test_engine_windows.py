@@ -1,9 +1,5 @@
-"""Engines of models with sliding windows: the tokens of a cache that keeps every block, and far fewer blocks.
+"""Engines of models with sliding windows: the tokens of a cache that keeps every block, and far fewer blocks."""
 
-The models are those of a small family without experts, whose programs compile quickly.
-"""
-
-from dataclasses import replace
 from functools import cache
 
 import jax
@@ -13,27 +9,17 @@ import pytest
 
 import jaxkv
 from jaxkv import models
-from jaxkv.models.families import FAMILIES
-from jaxkv.models.families.family import Family, layer_weights, read_config
-from jaxkv.models.layers import gqa, rope
-from jaxkv.models.layers.block import pre_norm
 from jaxkv.offload import HostPool
-from jaxkv.serving import Engine
+from jaxkv.serving import Engine, Replicas
 from jaxkv.serving.table import tables_of
 from models.checkpoints.published_gqa import PUBLISHED_GQA
+from support import toy_windows
 from support.cases import further, slow
 from support.many_devices import mesh_of, on_several_devices
 from support.toy_model import prompt
+from support.toy_windows import ALL, BLOCK, EVEN, LONGEST, UNEVEN, WINDOW, model, one_table
 
-NUM_BLOCKS, BLOCK, WINDOW, LONGEST = 60, 8, 10, 96
-WINDOWED, FULL = "sliding_attention", "full_attention"
-EVEN, UNEVEN, ALL = (WINDOWED, FULL), (WINDOWED, FULL, WINDOWED), (WINDOWED,)
-"""Blocks of windows have as many tokens as the others; half as many; and there are no others."""
-SIZES = {
-    "architectures": ["WindowsForCausalLM"], "vocab_size": 97, "hidden_size": 32, "intermediate_size": 32,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "rms_norm_eps": 1e-5,
-    "max_position_embeddings": LONGEST, "sliding_window": WINDOW, "eos_token_id": None,
-}  # fmt: skip
+NUM_BLOCKS = 60
 
 
 def in_kinds(choose):
@@ -41,40 +27,14 @@ def in_kinds(choose):
     return pytest.mark.parametrize("kinds", [EVEN, choose(UNEVEN), choose(ALL)], ids=["even", "uneven", "all"])
 
 
-def _read(fields):
-    kinds = fields.per_layer("layer_types", WINDOWED, FULL, count=fields.integer("num_hidden_layers"))
-    windowed = tuple(layer for layer, kind in enumerate(kinds) if kind == WINDOWED)
-    attention = replace(gqa.read(fields), window=fields.integer("sliding_window"), windowed=windowed)
-    return read_config(fields, attention, rope.read(fields, {}, interleaved=False, theta=1e4))
-
-
-def _weights(config, layer):
-    def attention(config, attention, weight):
-        return {gqa.kind_of(attention, layer): gqa.weights(config, attention, weight)}
-
-    return layer_weights(attention, config, layer)
-
-
 @pytest.fixture(autouse=True)
 def _family(monkeypatch):
-    monkeypatch.setitem(FAMILIES, "WindowsForCausalLM", Family(_read, _weights, pre_norm(gqa.by_kind)))
-
-
-@cache
-def model(kinds):
-    config = {**SIZES, "num_hidden_layers": len(kinds), "layer_types": list(kinds)}
-    return models.random_model(models.ModelConfig.from_json(config), dtype="float32")
-
-
-@cache
-def one_table(kinds):
-    """The same model for a device that has all shares of the tokens: its cache has one table, and keeps all entries."""
-    return replace(model(kinds), parallel=models.ContextParallel(mesh_of(1), "x"))
+    toy_windows.install(monkeypatch)
 
 
 @cache
 def forward(kinds):
-    held, blocks = one_table(kinds), LONGEST // BLOCK
+    held, blocks = one_table(model(kinds)), LONGEST // BLOCK
     tables = jnp.arange(blocks, dtype=jnp.int32)[None]
     slots = jnp.arange(LONGEST, dtype=jnp.int32)[None]
 
@@ -151,7 +111,7 @@ def test_the_cache_of_gpt_oss_20b_holds_half_as_much():
         blocks = sum(len(table.needed(32768)) for table in tables_of(layout, of.usual_block_size))
         return 8 * blocks * first.block_nbytes
 
-    kept = replace(described, parallel=models.ContextParallel(mesh_of(1), "x"))
+    kept = one_table(described)
     assert held(kept) == 8 * 32768 * 24 * 8 * 2 * 64 * 2
     assert 0.5 < held(described) / held(kept) < 0.502
 
@@ -181,6 +141,21 @@ def test_prefixes_on_the_device_and_in_host_memory(kinds):
             check(kinds, request)
             assert served.prefix_stats.found - before == found
         assert (served.prefix_stats.loaded > 0) == loads
+
+
+@pytest.mark.slow  # compiles the programs of two engines
+@on_several_devices
+def test_devices_that_divide_heads_or_requests():
+    divided = toy_windows.random_model(EVEN, parallel=models.TensorParallel(mesh_of(2), "x"))
+    layout = divided.layout(1)
+    assert [(group.num_heads, group.table) for group in layout.groups.values()] == [(1, ""), (1, "window")]
+    replicas = toy_windows.random_model(EVEN, parallel=models.DataParallel(mesh_of(2), "x"))
+    sizes = {"num_blocks": 40, "block_size": BLOCK, "max_requests": 2, "max_len": 48, "chunk": 8}
+    for served in (Engine(divided, **sizes), Replicas(replicas, **sizes)):
+        requests = [served.submit(prompt(length), max_tokens=8) for length in (9, 31)]
+        list(served.run())
+        for request in requests:
+            check(EVEN, request)
 
 
 def random_walk(kinds, seed, steps):
