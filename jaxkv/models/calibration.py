@@ -127,7 +127,8 @@ def _largest(model: Model, prompts: list[list[int]]) -> dict[str, np.ndarray]:
 
 def _tables(model: Model, tokens: int) -> tuple[dict[str, np.ndarray], int]:
     """The block tables of a request of `tokens` tokens, int32 [M] by name, and how many blocks they have together."""
-    layout, tables, first = model.layout(1), {}, 0
+    layout: Any = model.layout(1)
+    tables, first = {}, 0
     for name in model.tables:
         size = model.usual_block_size if name == MAIN else layout.tables[name].block_size
         end = first + math.ceil(tokens / size)
