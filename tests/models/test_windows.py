@@ -12,7 +12,7 @@ from jaxkv import models
 from models.checkpoints.published_gqa import PUBLISHED_GQA
 from support import toy_windows
 from support.many_devices import mesh_of
-from support.toy_windows import ALL, BLOCK, EVEN, FULL, UNEVEN, WINDOW, WINDOWED, model, one_table
+from support.toy_windows import ALL, BLOCK, EVEN, FULL, UNEVEN, WINDOW, WINDOWED, one_table
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def test_blocks_of_windows_fit_in_the_others(kinds, size):
     layout = described(kinds).layout(4, BLOCK)
     assert {name: table.block_size for name, table in layout.tables.items()} == {"": BLOCK, "window": size}
     alone = jaxkv.CacheLayout(
-        num_layers=kinds.count(FULL), num_blocks=1, block_size=BLOCK, num_heads=2, entry=model(EVEN).entry
+        num_layers=kinds.count(FULL), num_blocks=1, block_size=BLOCK, num_heads=2, entry=described(EVEN).entry
     )
     assert layout["full_attention"].block_nbytes == alone.block_nbytes
 
@@ -60,7 +60,7 @@ def test_blocks_of_windows_fit_in_the_others(kinds, size):
 def test_one_table_if_all_layers_have_a_window_or_none_has():
     layout = described(ALL).layout(4, BLOCK)
     assert described(ALL).tables == ("",)
-    assert layout.groups == {"sliding_window": jaxkv.Group(1, model(EVEN).entry, 2, window=WINDOW)}
+    assert layout.groups == {"sliding_window": jaxkv.Group(1, described(EVEN).entry, 2, window=WINDOW)}
     assert described((FULL, FULL)).tables == ("",)
     assert isinstance(described((FULL, FULL)).layout(4, BLOCK), jaxkv.CacheLayout)
 
@@ -75,22 +75,23 @@ def test_devices_that_divide_tokens_keep_all_entries_in_one_table():
 class TestArguments:
     def test_a_cache_of_every_order_fits(self):
         for order in ("BLNHC", "BLHNC", "BHLNC"):
-            cache = model(UNEVEN).cache(4, BLOCK, order)
-            view, table = model(UNEVEN).windowed_view(cache)
+            cache = described(UNEVEN).cache(4, BLOCK, order)
+            view, table = described(UNEVEN).windowed_view(cache)
             assert (view.layout.num_layers, view.layout.block_size, table) == (2, BLOCK // 2, "window")
-            assert view.layout == model(UNEVEN).layout(4, BLOCK, order)["sliding_window"]
+            assert view.layout == described(UNEVEN).layout(4, BLOCK, order)["sliding_window"]
 
     def test_a_cache_without_these_groups_is_rejected(self):
-        whole = jaxkv.CacheLayout(num_layers=2, num_blocks=4, block_size=BLOCK, num_heads=2, entry=model(EVEN).entry)
+        sizes = {"num_layers": 2, "num_blocks": 4, "block_size": BLOCK, "num_heads": 2}
+        whole = jaxkv.CacheLayout(entry=described(EVEN).entry, **sizes)
         with pytest.raises(ValueError, match="`cache` does not have the model's groups"):
-            model(EVEN).check_cache(jaxkv.KVCache.zeros(whole))
+            described(EVEN).check_cache(jaxkv.KVCache.zeros(whole))
         with pytest.raises(ValueError, match="`order` is 'LBNHC'"):
-            model(EVEN).layout(4, BLOCK, "LBNHC")
+            described(EVEN).layout(4, BLOCK, "LBNHC")
 
     def test_one_block_table_is_not_enough(self):
-        cache, zeros = model(EVEN).cache(4, BLOCK), jnp.zeros((1, 1), jnp.int32)
+        cache, zeros = described(EVEN).cache(4, BLOCK), jnp.zeros((1, 1), jnp.int32)
         with pytest.raises(ValueError, match="`block_tables` has the tables '': expected the model's, '', 'window'"):
-            models.prefill(model(EVEN), cache, zeros, zeros[0], zeros, zeros)
+            models.prefill(described(EVEN), cache, zeros, zeros[0], zeros, zeros)
 
 
 @pytest.mark.ci
