@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import least_prefill
+from jaxkv.models.cache_groups import MAIN
 from jaxkv.models.config import MLA, CompressedAttention
 from jaxkv.models.layers import rope
 from jaxkv.models.model import Model
@@ -50,22 +51,22 @@ class SubBatch:
         if decodes and not expanded:
             planned = partial(
                 model.parallel.plan_decode,
-                cache,
-                tables[""],
-                seq_lens,
+                seq_lens=seq_lens,
                 num_heads=model.num_heads,
                 q_len=q_len,
                 dtype=model.dtype,
                 implementation=model.implementation,
             )
-            plan, window = planned(), getattr(model.config.attention, "window", None)
-            window_plan = None if window is None else planned(window=window)
+            plan, window = planned(cache, tables[MAIN]), getattr(model.config.attention, "window", None)
+            if window is not None:
+                view, table = model.windowed_view(cache)
+                window_plan = planned(view, tables[table], window=window)
         return cls(seq_lens, tables, plan, window_plan, expanded, slot_mapping.shape)
 
     @property
     def block_tables(self) -> jax.Array:
         """The table of the entries that tokens attend to."""
-        return self.tables[""]
+        return self.tables[MAIN]
 
 
 @jax.tree_util.register_dataclass
@@ -117,6 +118,8 @@ class Batch:
 
     def slots_of(self, table: str, block_size: int) -> jax.Array:
         """The slots of the new tokens, int32 [B * Q], in a table of blocks with `block_size` tokens."""
+        if table == MAIN:
+            return self.slots
         positions = self.divided(self.positions)
         slots = [
             slots_for(sub_batch.tables[table], mine, block_size=block_size)

@@ -5,6 +5,7 @@ import operator
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ import numpy as np
 from jax import lax
 
 from jaxkv.cache import KVCache
+from jaxkv.models.cache_groups import MAIN
 from jaxkv.models.config import GQA
 from jaxkv.models.decoder import final_norm, forward, output
 from jaxkv.models.model import Model
@@ -98,19 +100,19 @@ def _largest(model: Model, prompts: list[list[int]]) -> dict[str, np.ndarray]:
     plain = replace(model, entry_format=unquantised(model.dtype), params={**model.params, "entry_scales": {}})
     # Each device that has requests of its own runs other prompts, and needs as many rows as the others.
     rows = model.parallel.divisions_of_rows
-    blocks = -(-max(map(len, prompts)) // plain.usual_block_size)
+    tables, blocks = _tables(plain, max(map(len, prompts)))
     cache = plain.cache(blocks)
     cache = jax.device_put(cache, one_array(cache.buffer).sharding)
-    tables = np.tile(np.arange(blocks, dtype=np.int32), (rows, 1))
+    held = {name: np.tile(table, (rows, 1)) for name, table in tables.items()}
     advance = jax.jit(_advance, donate_argnums=1)
-    magnitudes = jax.jit(model.parallel.per_device(partial(_magnitudes, implementation=model.implementation)))
+    magnitudes = jax.jit(model.parallel.per_device(partial(_magnitudes, plain)))
     found: dict[str, np.ndarray] = {}
     for first in range(0, len(prompts), rows):
         group = prompts[first : first + rows]
         for start in range(0, max(map(len, group)), CHUNK):
-            cache = advance(plain, cache, *_chunk(group, start, rows), tables)
+            cache = advance(plain, cache, *_chunk(group, start, rows), held if len(held) > 1 else held[MAIN])
         # Entries of earlier, longer prompts remain in the cache.  They count anyway.
-        for name, each in magnitudes(cache).items():
+        for name, each in magnitudes(cache, tables).items():
             # [n, layers, heads] of n caches, which hold different tokens or heads, or one that all devices have.
             each, attention = np.asarray(each), model.config.attention
             if not isinstance(attention, GQA):
@@ -121,6 +123,17 @@ def _largest(model: Model, prompts: list[list[int]]) -> dict[str, np.ndarray]:
                 each = each.max(axis=0)
             found[name] = np.maximum(each, found.get(name, 0))
     return found
+
+
+def _tables(model: Model, tokens: int) -> tuple[dict[str, np.ndarray], int]:
+    """The block tables of a request of `tokens` tokens, int32 [M] by name, and how many blocks they have together."""
+    layout: Any = model.layout(1)
+    tables, first = {}, 0
+    for name in model.tables:
+        size = model.usual_block_size if name == MAIN else layout.tables[name].block_size
+        end = first + math.ceil(tokens / size)
+        tables[name], first = np.arange(first, end, dtype=np.int32), end
+    return tables, first
 
 
 def _chunk(prompts: list[list[int]], start: int, rows: int) -> tuple[np.ndarray, ...]:
@@ -150,18 +163,29 @@ def _advance(model: Model, cache: KVCache, tokens, following, seq_lens, slots, b
     return cache
 
 
-def _magnitudes(cache: KVCache, *, implementation) -> dict[str, jax.Array]:
+def _magnitudes(model: Model, cache: KVCache, tables) -> dict[str, jax.Array]:
     """The largest magnitudes in one device's cache, float32 [1, layers, heads], by the names of scales."""
-    layout = cache.layout
-    tokens = layout.num_blocks * layout.block_size
-    tables = jnp.arange(layout.num_blocks, dtype=jnp.int32)[None]
-    options = {"total": tokens, "dtype": jnp.float32, "implementation": implementation}
-    latent = layout.entry.one_head
-    gather = gather_mla if latent else gather_kv
+    view, table = model.windowed_view(cache)
+    first, second = _magnitudes_of_group(model, cache, tables[MAIN])
+    if table != MAIN:  # the layers with a window follow those without
+        both = zip((first, second), _magnitudes_of_group(model, view, tables[table]), strict=True)
+        attention: Any = model.config.attention
+        full = [layer for layer in range(model.num_cache_layers) if layer not in attention.windowed]
+        order = np.argsort([*full, *attention.windowed])
+        first, second = (jnp.concatenate(parts)[order] for parts in both)
+    first, second = first[None], second[None]
+    latent = cache.layout.entry.one_head
+    return {"kv_scale": jnp.maximum(first, second)} if latent else {"k_scale": first, "v_scale": second}
+
+
+def _magnitudes_of_group(model: Model, cache: KVCache, table) -> list[jax.Array]:
+    """The largest magnitudes in the blocks `table` of a group: of both parts of entries, float32 [layers, heads]."""
+    tokens = table.size * cache.layout.block_size
+    options = {"total": tokens, "dtype": jnp.float32, "implementation": model.implementation}
+    gather = gather_mla if cache.layout.entry.one_head else gather_kv
 
     def of_layer(layer):
-        parts = gather(cache, tables, jnp.asarray([0, tokens], jnp.int32), layer=layer, **options)
+        parts = gather(cache, table[None], jnp.asarray([0, tokens], jnp.int32), layer=layer, **options)
         return [jnp.abs(part).max(axis=(0, -1)).reshape(-1) for part in parts]
 
-    first, second = (part[None] for part in lax.map(of_layer, jnp.arange(layout.num_layers, dtype=jnp.int32)))
-    return {"kv_scale": jnp.maximum(first, second)} if latent else {"k_scale": first, "v_scale": second}
+    return lax.map(of_layer, jnp.arange(cache.layout.num_layers, dtype=jnp.int32))

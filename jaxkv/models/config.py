@@ -153,7 +153,7 @@ class GQA:
     window: int | None = None
     """Tokens that a query sees in `windowed` layers, itself included; None if there are no such layers."""
     windowed: tuple[int, ...] = ()
-    """The layers with a window, in order."""
+    """The layers with a window, in order.  Unless all layers have one, their entries have their own block table."""
     unrotated: tuple[int, ...] = ()
     """The layers without rotary embedding, in order (SmolLM3)."""
     rotary: int | None = None

@@ -10,7 +10,7 @@ from jax import lax
 from jaxkv.cache import KVCache
 from jaxkv.layout.layout import ORDERS, CacheLayout
 from jaxkv.layout.packed import Group, PackedLayout
-from jaxkv.models import compressed_cache
+from jaxkv.models import cache_groups
 from jaxkv.models.config import GQA, CompressedAttention, DeltaNet, Indexer, ModelConfig
 from jaxkv.models.parallel.base import OneDevice, Parallel
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
@@ -88,13 +88,15 @@ class Model:
     ) -> CacheLayout | PackedLayout:
         """The layout of one device's cache; `block_size` is by default the model's `usual_block_size`.
 
-        It is a PackedLayout if there are several groups: with the indexer's keys, or with those of compressed
-        attention, whose other tables have block sizes of their own (`compressed_cache.py`).
+        It is a PackedLayout if there are several groups: with the indexer's keys, with states, or with windows, whose
+        tables have block sizes of their own (`cache_groups.py`).
+
+        Raises:
+          ValueError: an argument is invalid, or `order` is layer-major and the layout is a PackedLayout.
         """
         block_size = self.parallel.device_block_size(self.usual_block_size if block_size is None else block_size)
-        if isinstance(self.config.attention, CompressedAttention):
-            groups = compressed_cache.groups(self.config.attention, self.entry_format)
-            sizes = compressed_cache.block_sizes(groups, block_size)
+        if (groups := self._expiring) is not None:
+            sizes = cache_groups.block_sizes(groups, block_size)
             return PackedLayout(num_blocks=num_blocks, block_size=sizes, groups=groups, order=order)  # type: ignore[arg-type]
         if self.config.indexer is not None:
             return self.packed_layout(self.config.indexer, num_blocks, block_size, order)
@@ -133,12 +135,24 @@ class Model:
     def tables(self) -> tuple[str, ...]:
         """The names of the block tables of a request: "" for the entries that all later tokens attend to.
 
-        Others are for states ("state"), and for the groups of compressed attention that have windows.
+        Others are for states ("state"), for layers with a window ("window"), and for what compressed attention needs of
+        the last tokens.  If all layers have a window, the only table is "".  On devices that divide the tokens of
+        requests (`ContextParallel`), layers with a window have no table of their own.
         """
-        if isinstance(self.config.attention, CompressedAttention):
-            groups = compressed_cache.groups(self.config.attention, self.entry_format)
+        if (groups := self._expiring) is not None:
             return tuple(dict.fromkeys(group.table for group in groups.values()))
         return ("",) if self.config.recurrent is None else ("", STATE)
+
+    @property
+    def _expiring(self) -> dict[str, Group] | None:
+        """The groups of a cache with windows, by name; None for other caches."""
+        attention = self.config.attention
+        if isinstance(attention, CompressedAttention):
+            return cache_groups.of_compressed(attention, self.entry_format)
+        if isinstance(attention, GQA) and attention.windowed and not self.parallel.divides_tokens:
+            entry = attention.entry(self.entry_format)
+            return cache_groups.of_windows(attention, self.num_cache_layers, entry, self.num_kv_heads)
+        return None
 
     @property
     def usual_block_size(self) -> int:
@@ -164,19 +178,45 @@ class Model:
         `num_blocks` and `block_size` are those of block tables and slots; the default of `block_size` is
         `usual_block_size`.  On several devices, `parallel` decides which part of them each device holds.
 
-        For a model with an indexer (V3.2, GLM-5), states (Qwen3-Next, Kimi Linear) or compressed attention (V4), the
-        result is a view of the first group of its layout.  `copy_blocks`, `read_blocks` and `write_blocks` still move
-        whole blocks, with all groups.
+        For a model with an indexer (V3.2, GLM-5), states (Qwen3-Next, Kimi Linear) or windows (GPT-OSS, V4), the result
+        is a view of the first group of its layout.  `copy_blocks`, `read_blocks` and `write_blocks` still move whole
+        blocks, with all groups.
         """
         layout = self.layout(num_blocks, block_size, order)
         return self.parallel.zeros(next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout)
 
     def groups_of(self, cache: KVCache) -> PackedLayout:
-        """The groups of a cache of compressed attention, given as the view of its first group."""
-        attention: Any = self.config.attention
-        first, *_ = compressed_cache.groups(attention, self.entry_format).values()
-        layout: Any = self.layout(cache.layout.num_blocks, cache.layout.block_size * first.rate)
-        return layout
+        """The groups of a cache with windows, given as the view of its first group.
+
+        ValueError if it does not have the model's groups.
+        """
+        groups: Any = self._expiring
+        rate = next(iter(groups.values())).rate
+        layouts: Any = (
+            self.layout(cache.layout.num_blocks, cache.layout.block_size * rate, order)
+            for order in ORDERS
+            if order[0] == "B"
+        )
+        expected = []
+        for layout in layouts:
+            expected.append(next(iter(layout.values())))
+            if expected[-1] == cache.layout:
+                return layout
+        raise ValueError(
+            "`cache` does not have the model's groups where the model expects them: make it with `model.cache`\n"
+            f"it has\n{cache.layout}\nexpected\n{expected[0]}"
+        )
+
+    def windowed_view(self, cache: KVCache) -> tuple[KVCache, str]:
+        """The cache as the view of its layers with a window, and the name of their table.
+
+        `cache` is the view of the first group.  The result is `cache` and "" unless the layers with a window are a
+        group beside others.
+        """
+        if not isinstance(self.config.attention, GQA) or (groups := self._expiring) is None:
+            return cache, cache_groups.MAIN
+        name = cache_groups.SLIDING_WINDOW
+        return cache.view(self.groups_of(cache)[name]), groups[name].table
 
     def check_cache(self, cache: KVCache) -> None:
         """ValueError unless `cache` fits this model.
@@ -187,8 +227,8 @@ class Model:
         if not isinstance(cache, KVCache):
             raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")
         layout, config = cache.layout, self.config
-        if isinstance(config.attention, CompressedAttention):
-            self._check_groups(cache)
+        if self._expiring is not None:
+            self.groups_of(cache)
             return
         if layout.num_layers != self.num_cache_layers:
             raise ValueError(f"`cache` has {layout.num_layers} layers: expected the model's {self.num_cache_layers}")
@@ -212,12 +252,3 @@ class Model:
                     "`cache` has no room for states where the model expects them: make it with "
                     f"`model.cache`\nit has\n{layout}\nexpected\n{self.layout_with_states(*sizes)['kv']}"
                 )
-
-    def _check_groups(self, cache: KVCache) -> None:
-        """`check_cache` for compressed attention."""
-        expected = next(iter(self.groups_of(cache).values()))
-        if cache.layout != expected:
-            raise ValueError(
-                "`cache` does not have the model's groups where the model expects them: make it with `model.cache`\n"
-                f"it has\n{cache.layout}\nexpected\n{expected}"
-            )

@@ -84,11 +84,24 @@ QWEN3_NEXT = {
     "rms_norm_eps": 1e-6,
     "shared_expert_intermediate_size": 32,
 }
+# GPT-OSS but for its width, and with fewer experts.
+GPT_OSS = {
+    **{key: value for key, value in LLAMA.items() if key != "rope_theta"},
+    "architectures": ["GptOssForCausalLM"],
+    "attention_bias": True,
+    "head_dim": 64,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 4,
+    "num_local_experts": 8,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 150000.0},
+    "sliding_window": 128,
+}
 CASES = [
     *((DEEPSEEK_V2_LITE, form) for form in ("bf16", "fp8_ds_mla")),
     *((DEEPSEEK_V32, form) for form in ("bf16", "fp8_ds_mla")),
     *((LLAMA, form) for form in ("bf16", "fp8")),
     (QWEN3_NEXT, "bf16"),
+    (GPT_OSS, "bf16"),
 ]
 BATCH, CHUNK, COLUMNS = 4, 16, 4
 BLOCK_SIZE = 64  # models with states have much longer blocks by default, which attention loads whole

@@ -47,7 +47,7 @@ BLOCK_SIZE = 64
 STEPS = 64
 TOLERANCE = 1e-4  # of logits, relative to the largest of the position
 
-PACKED = {"deepseek_v32", "deepseek_v4", "glm5", "kimi_linear", "qwen3_next"}
+PACKED = {"deepseek_v32", "deepseek_v4", "glm5", "gpt_oss", "kimi_linear", "qwen3_next"}
 """Families with several groups in one buffer, which therefore need a block to be one run of memory."""
 
 HEADS = {"gpt_oss", "llama", "qwen3", "qwen3_moe", "qwen3_next", "smollm3"}

@@ -46,10 +46,9 @@ def disk_pool(family, folder, order="BLNHC"):
         # Latents and the indexer's keys are stored: of 200 tokens each query sees 64.
         further("deepseek_v32", "BLNHC"),
         ("llama", "BLNHC"),
-        slow("gpt_oss", "BHLNC"),
-        slow("smollm3", "BLNHC"),  # keys and values, as those of llama
+        slow("smollm3", "BHLNC"),  # keys and values, as those of llama
         # The same code with other sizes.
-        *(slow("gpt_oss", order) for order in ("BLNHC", "LBNHC")),
+        slow("smollm3", "BLNHC"),
         *(slow("mistral4", order) for order in ("BLNHC", "LBNHC")),
         slow("smollm3", "LBNHC"),
     ],

@@ -179,8 +179,8 @@ FEATURES = {
         ),
         Feature(
             "blocks of sliding-window layers are freed as requests grow",
-            "`Group(window=)`, in models of DeepSeek V4; other models keep them",
-            ("tests/serving/test_engine_tables.py::test_blocks_before_the_window_expire_and_requests_keep_few_states",),
+            "`Group(window=)`, in models of GPT-OSS and DeepSeek V4",
+            ("tests/serving/test_engine_windows.py::test_blocks_before_the_window_are_released",),
         ),
         Feature(
             "allocation, forks and copy on write inside `jit`",

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jaxkv.cache import KVCache
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.models.batch import Batch, SubBatch
-from jaxkv.models.compressed_cache import MAIN
+from jaxkv.models.cache_groups import MAIN, WINDOW
 from jaxkv.models.config import CompressedAttention
 from jaxkv.models.layers import hyper, rope
 from jaxkv.models.layers.feed_forward import feed_forward
@@ -70,7 +70,7 @@ def attention(
     kv = rope.rotate_last(rms_norm(linear(x, weights["kv"]), weights["kv_norm"], eps), cos, sin)
 
     window = model.groups_of(cache)["window"]
-    slots = batch.slots_of("window", window.block_size)
+    slots = batch.slots_of(WINDOW, window.block_size)
     options: dict[str, Any] = {"layer": layer, "implementation": model.implementation}
     cache = _write(cache, window, kv.reshape(len(slots), -1), slots, **options)
     queries, see = (), None
@@ -85,7 +85,7 @@ def attention(
             q[..., :latent],
             q[..., latent:],
             cache.view(window),
-            slots_for(sub_batch.tables["window"], seen, block_size=window.block_size),
+            slots_for(sub_batch.tables[WINDOW], seen, block_size=window.block_size),
             counts=jnp.minimum(positions + 1, config.window),
             extra=None if see is None else see(sub_batch, positions, *queries),
             sinks=weights["sinks"],

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch, SubBatch
+from jaxkv.models.cache_groups import MAIN
 from jaxkv.models.config import GQA, ModelConfig
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers import rope
@@ -77,21 +78,22 @@ def attention(
         cos, sin = batch.cos[:, :, None], batch.sin[:, :, None]
         q, k = (rope.rotate_first(heads, cos, sin, interleaved=model.config.rope.interleaved) for heads in (q, k))
 
-    options: dict[str, Any] = {"layer": layer, "implementation": model.implementation, **model.entry_scales(layer)}
+    held, table, place = _group_of(model, config, cache, layer, windowed=windowed)
+    options: dict[str, Any] = {"layer": place, "implementation": model.implementation, **model.entry_scales(layer)}
     k, v = (new.reshape(len(batch.slots), -1, config.head_dim) for new in (k, v))
-    cache = write_kv(cache, k, v, batch.slots, **options)
+    held = write_kv(held, k, v, batch.slots_of(table, held.layout.block_size), **options)
     options |= {"scale": config.head_dim**-0.5, "sinks": weights.get("sinks")}
     if windowed:
         options["window"] = config.window
 
     def attend(sub_batch: SubBatch, q) -> jax.Array:
         plan = sub_batch.window_plan if windowed else sub_batch.plan
-        return model.parallel.decode_kv(q, cache, sub_batch.block_tables, sub_batch.seq_lens, plan=plan, **options)
+        return model.parallel.decode_kv(q, held, sub_batch.tables[table], sub_batch.seq_lens, plan=plan, **options)
 
     out = batch.attend(attend, q)
     if gate is not None:
         out = out * jax.nn.sigmoid(gate)
-    return cache, None, _projected(weights, "o", out.reshape(*x.shape[:2], -1))
+    return held.view(cache.layout), None, _projected(weights, "o", out.reshape(*x.shape[:2], -1))
 
 
 def by_kind(
@@ -107,6 +109,17 @@ def kind_of(config: GQA, layer: int) -> str:
     """What a layer's attention differs in, as the name of its weights: layers of a kind are traced once."""
     kinds = {"windowed": config.windowed, "unrotated": config.unrotated}
     return " ".join(kind for kind, layers in kinds.items() if layer in layers) or "full"
+
+
+def _group_of(model: Model, config: GQA, cache: KVCache, layer, *, windowed: bool) -> tuple[KVCache, str, jax.Array]:
+    """Where the entries of a layer are: the cache as the view of the layer's group, the name of the table, and the
+    number of the layer in the group.
+    """
+    view, table = model.windowed_view(cache)
+    if table == MAIN:
+        return cache, MAIN, layer
+    before = (jnp.asarray(config.windowed, jnp.int32) < layer).sum(dtype=jnp.int32)
+    return (view, table, before) if windowed else (cache, MAIN, layer - before)
 
 
 def _projected(weights, name: str, x) -> jax.Array:

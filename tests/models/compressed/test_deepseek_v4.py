@@ -14,7 +14,7 @@ import safetensors.numpy
 
 import jaxkv
 from jaxkv import models
-from jaxkv.models import compressed_cache
+from jaxkv.models import cache_groups
 from jaxkv.models.batch import Batch
 from jaxkv.models.layers.compressed import Compressor, new_entries
 from jaxkv.models.layers.rope import frequencies
@@ -102,8 +102,8 @@ class TestCompressor:
         weights = model().params["layers"][layer]["attention"]
         weights = weights["indexer"]["compressor"] if entries == "indexer" else weights["compressor"]
         rate = attention.hca_rate if entries == "hca" else attention.csa_rate
-        groups = compressed_cache.groups(attention, "f32")
-        sizes = compressed_cache.block_sizes(groups, 32)
+        groups = cache_groups.of_compressed(attention, "f32")
+        sizes = cache_groups.block_sizes(groups, 32)
         layout = jaxkv.PackedLayout(num_blocks=200, block_size=sizes, groups=groups)
         held = jaxkv.KVCache(jnp.full(layout["csa"].size, 0xFF, jnp.uint8), layout["csa"])
         rng = np.random.default_rng(layer)
@@ -111,7 +111,7 @@ class TestCompressor:
         tables = {
             name: np.asarray([[next(ids) for _ in range(-(-128 // table.block_size))] for _ in range(2)])
             for name, table in layout.tables.items()
-            if name in (compressed_cache.MAIN, layout.groups[rows].table)
+            if name in (cache_groups.MAIN, layout.groups[rows].table)
         }
         store = jax.jit(
             partial(
@@ -148,7 +148,7 @@ class TestCompressor:
             turns = frequencies(attention.compressed_rope, attention.rotary_dim).astype(np.float64)
             bias, norm = (np.asarray(weights[name], np.float64) for name in ("position_bias", "norm"))
             right = oracle.compressed(kv, gates, bias, norm, turns, rate=rate, eps=EPS)
-            slots = [tables[compressed_cache.MAIN][request, w // size] * size + w % size for w in range(len(right))]
+            slots = [tables[cache_groups.MAIN][request, w // size] * size + w % size for w in range(len(right))]
             # The entries are about 1, and the float32 sums over the hidden size are computed before a softmax.
             np.testing.assert_allclose(np.stack([found.pop(slot) for slot in slots]), right, rtol=0, atol=3e-5)
         assert not found
