@@ -5,7 +5,7 @@ import warnings
 from collections import ChainMap, Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -409,6 +409,15 @@ class HostPool:
         for written in in_flight:
             written.result()  # raises the error of the write
 
+    def drop_failed_stores(self) -> None:
+        """Waits until all stores have arrived in host memory, and removes the blocks of those that failed.
+
+        Unlike `flush`, it does not raise their errors.  Use it after a program that computed the cache has failed.
+        """
+        while self._arriving:
+            with suppress(Exception):
+                self._wait_for_stores(0)
+
     def _checked(
         self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, distinct: bool = False
     ) -> tuple[list[int], list[bytes]]:
@@ -425,8 +434,8 @@ class HostPool:
             raise KeyError(missing.hex())
 
     def _add(self, chunk: Chunk) -> None:
-        self._chunks.add(chunk)
         self._arriving.append(chunk)
+        self._chunks.add(chunk)
         self._write_later(chunk)
         self.stats.stored += len(chunk.keys)
         self.stats.stored_bytes += len(chunk.keys) * self.block_nbytes
@@ -449,12 +458,14 @@ class HostPool:
     def _wait_for_stores(self, most: int) -> None:
         """Waits until at most `most` stores are in flight.  A failed store is removed, and its error raised."""
         while self._arriving and (len(self._arriving) > most or self._arriving[0].has_arrived):
-            chunk = self._arriving.popleft()
+            chunk = self._arriving[0]
             try:
                 jax.block_until_ready(chunk.rows)
             except Exception:
                 self._chunks.remove(chunk)
+                self._arriving.popleft()
                 raise
+            self._arriving.popleft()
 
     def _wait_for_disk(self, chunk: Chunk) -> None:
         """Waits until the blocks of a chunk are on disk.  A failed write only warns: the memory is needed anyway."""

@@ -165,6 +165,11 @@ class BlockManager:
             self._free(block for block in held.blocks if block != ABSENT)
             held.blocks, held.first = [], 0
 
+    def clear(self) -> None:
+        """Empties the block tables, without freeing blocks."""
+        for table in self.arrays.values():
+            table[:] = ABSENT
+
     def warm_up(self, cache: KVCache) -> KVCache:
         """Compiles the copies of blocks and the programs of transfers."""
         return self.tiers.warm_up(self._copy(cache, _ids(NOWHERE), _ids(NOWHERE)))

@@ -92,13 +92,17 @@ class Request:
         return 0 if is_last else self.length - self.cached
 
     def reset(self) -> None:
-        """Forgets what an engine knows of it: its place, its blocks, and the steps that have been launched with it."""
+        """Forgets all but its tokens: its place, its blocks, and the steps that have been launched with it."""
+        self._set_finish_reason()  # it may be missing, if an interrupt came after the last token
         self.held, self.cached, self.filled, self.unread, self.drafts, self.place = {}, 0, 0, 0, [], -1
 
     def append(self, token: int) -> None:
         """Appends the next token; sets `finish_reason` if it is a stop token, or the last of `max_tokens`."""
         self.tokens.append(token)
-        if token in self.stop:
+        self._set_finish_reason()
+
+    def _set_finish_reason(self) -> None:
+        if self.generated and self.tokens[-1] in self.stop:
             self.finish_reason = "stop"
         elif len(self.tokens) == len(self.prompt) + self.max_tokens:
             self.finish_reason = "length"

@@ -72,6 +72,11 @@ class Tiers:
                 self._lost.update(keys)
             return error.cache if isinstance(error, LoadFailed) else cache, False
 
+    def drop_failed_stores(self) -> None:
+        """Waits for the stores in flight; removes from the pool what a failed program has computed."""
+        if self._pool is not None:
+            self._pool.drop_failed_stores()
+
     def _failed(self, what: str, count: int, error: Exception) -> None:
         self.failures += 1
         _log.warning("%d blocks %s: %s", count, what, error)
