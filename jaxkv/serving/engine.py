@@ -36,6 +36,8 @@ from jaxkv.serving.tiers import Tiers
 from jaxkv_kernels.addressing import one_array
 
 GREEDY = Sampling()
+LOAD_TIMEOUT = 0.01
+"""The most seconds that a step waits for the disk, if there is nothing to compute until blocks are loaded."""
 
 
 @dataclass
@@ -47,7 +49,7 @@ class HostTime:
     seconds: float = 0.0
     """The time of these calls."""
     waited: float = 0.0
-    """The part of it in which the host waited for tokens from the device."""
+    """The part of it in which the host waited for tokens from the device, or for blocks with nothing else to do."""
 
     @property
     def busy_ms(self) -> float:
@@ -80,9 +82,10 @@ class Engine(EngineBase):
     their content until they are evicted, whether a request holds them or not.  If a running request has a block that
     begins with the next tokens, this block is copied; if it is computing the next block, the request waits for that.
     With `offload`, full blocks are also stored in host memory.  They are copied while later steps run, so steps do not
-    wait, and an evicted block is already stored.  Blocks that are found in the pool are loaded when their request
-    joins, and that step waits for them.  Blocks that cannot be loaded are computed.  None of this changes the generated
-    tokens, except through the rounding of logits.
+    wait, and an evicted block is already stored.  Blocks that are found in the pool are loaded while the steps of other
+    requests run.  Their request has its place and all its blocks meanwhile, so that later requests take only what is
+    left; a request with the same prefix waits.  Blocks that cannot be loaded are computed.  None of this changes the
+    generated tokens, except through the rounding of logits.
 
     With `drafts`, a step verifies the drafts of every request whose prompt is complete, appends the model's own tokens
     up to the first that differs from its draft, and drafts the next ones.  The host waits for every step then.
@@ -306,7 +309,11 @@ class Engine(EngineBase):
     def _step(self):
         # Launches a step, and reads the previous one.
         start = time.perf_counter()
-        if schedule := self.schedule():
+        schedule = self.schedule()
+        if schedule is None and not self._launched:
+            self._advance_loads(timeout=LOAD_TIMEOUT)
+            self.host_time.waited += time.perf_counter() - start
+        if schedule is not None:
             shape = self.buckets.fit(schedule)
             self.cache, found = self._layers(self.model, self.cache, self.last, *self.batches(schedule, shape))
             self.launched(schedule, shape, found)
@@ -320,7 +327,6 @@ class Engine(EngineBase):
         # join again.  The cache is made again even if no program has donated it, because a program that failed after
         # it was launched may have computed it.
         self._release()
-        self.block_manager.clear()
         self.tiers.drop_failed_stores()
         self._places[:] = range(self.max_requests)
         self._allocate()
@@ -330,6 +336,7 @@ class Engine(EngineBase):
     def _release(self):
         self._launched.clear()
         self.pool.clear()
+        self.block_manager.clear()
         while self._new and (last := self._new[-1])[1] >= len(last[0].tokens):
             self._new.pop()  # interrupted before the request had it
         requests = dict.fromkeys(self.unfinished)
@@ -387,6 +394,7 @@ class Engine(EngineBase):
         of their requests, and others join until it is used up.  `Buckets.fit` leaves chunks to a later step if requests
         have joined whose prompts were found whole, so that too few rows are left.
         """
+        self._advance_loads()
         for request in list(self.running):
             if request.place >= 0 and request.missing:
                 self._make_room(request, self._reach(request))
@@ -535,9 +543,6 @@ class Engine(EngineBase):
             if not self._places or self.block_manager.blocks_to_join(request, prefix, end) > self.pool.num_free:
                 if not self._preempt_for(request, prefix):
                     return None
-            elif prefix.is_offloaded:  # all blocks that can be loaded are on the device then
-                self.cache, loaded = self.block_manager.load(self.cache, request, prefix)
-                self.prefix_stats.loaded += loaded
             else:
                 break
         insort(self.running, request, key=_rank)
@@ -545,10 +550,28 @@ class Engine(EngineBase):
         request.place = self._places.pop()
         self.block_manager.allocate(request, prefix)
         request.cached = request.filled = prefix.tokens
-        self.prefix_stats.tokens += len(request.tokens)
-        self.prefix_stats.found += prefix.tokens
         self.cache = self.block_manager.ensure_writable(self.cache, request, self._reach(request))
+        if prefix.is_offloaded:
+            request.cached, request.filled, request.loading = 0, 0, prefix.tokens
+            self.block_manager.load(self.cache, request, prefix)
+        else:
+            self._count_prefix(request)
         return request
+
+    def _advance_loads(self, *, timeout: float = 0) -> None:
+        """Continues to load blocks for requests that have joined; waits for the disk if there is a timeout."""
+        self.cache, ended = self.block_manager.advance_loads(self.cache, timeout=timeout)
+        for request, loaded in ended.items():
+            if loaded:
+                request.cached, request.filled, request.loading = request.loading, request.loading, 0
+                self.prefix_stats.loaded += loaded
+                self._count_prefix(request)
+            else:
+                self.preempt(request)  # what cannot be loaded is computed
+
+    def _count_prefix(self, request: Request) -> None:
+        self.prefix_stats.tokens += len(request.tokens)
+        self.prefix_stats.found += request.cached
 
     def _preempt_for(self, request: Request, prefix: Prefix) -> bool:
         """Frees the place and the blocks of one running request of lower priority than a waiting one.
@@ -593,7 +616,7 @@ class Engine(EngineBase):
         self.running.remove(request)
         self._places.append(request.place)
         self.block_manager.free(request)
-        request.cached, request.filled, request.drafts, request.place = 0, 0, [], -1
+        request.cached, request.filled, request.loading, request.drafts, request.place = 0, 0, 0, [], -1
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import os
 import sys
 import threading
 from collections import Counter
+from concurrent.futures import Future
 from functools import cache
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -34,7 +36,7 @@ TRANSFERS = (
     "jaxlib.",
     "numpy.asarray",
     "numpy.empty",
-    *(f"jaxkv.{module}." for module in ("ops", "offload", "serving.pool", "serving.tiers")),
+    *(f"jaxkv.{module}." for module in ("offload.disk", "offload.host", "serving.pool", "serving.tiers")),
 )
 """Beginnings of the names of what launches, reads, loads, stores or allocates; compiled functions are of "jit"."""
 
@@ -86,6 +88,18 @@ class Sizes(NamedTuple):
     max_len: int
 
 
+class Immediately:
+    """Reads and writes files in the thread of the engine, so that all runs are the same and calls are counted."""
+
+    def submit(self, function, *args):
+        done = Future()
+        try:
+            done.set_result(function(*args))
+        except Exception as error:
+            done.set_exception(error)
+        return done
+
+
 class Served:
     """An engine with requests: they wait for blocks, and their prompts are computed in chunks."""
 
@@ -128,7 +142,7 @@ class Served:
 class Toy(Served):
     """`Engine`: requests also share, copy, await, store and load blocks, are preempted and cancelled."""
 
-    install, params, block_size = toy_model.install, toy_model.random_params(), 4
+    params, block_size = toy_model.random_params(), 4
     model = toy_model.ToyModel(params)
     prompts = (prompt(9), 9), (prompt(9) + prompt(3, 1), 5), (prompt(13, 2), 3), (prompt(9, 3), 6), (prompt(9), 2)
     host_blocks = 16
@@ -143,9 +157,15 @@ class Toy(Served):
         "to_host",
     )
 
+    @classmethod
+    def install(cls, monkeypatch, module=toy_model):
+        module.install(monkeypatch)
+        monkeypatch.setattr(os, "fsync", lambda file: None)
+
     def __init__(self, folder):
         layout = self.model.layout(1, self.block_size)
         self.host = HostPool(layout, self.host_blocks, disk=DiskPool(folder, layout, model=fingerprint(self.model)))
+        self.host._reader = self.host._writer = Immediately()
         super().__init__()
 
     def another(self):
@@ -163,18 +183,22 @@ class Toy(Served):
         return toy_model.greedy_without_cache(cls.params, tokens, count)
 
     def check_pools(self):
-        assert not self.host._holds
+        assert not any(self.host._held.maps)
         self.host.flush()
 
 
 class Hybrid(Toy):
     """The same with windows and states."""
 
-    install, params, block_size = toy_hybrid.install, toy_hybrid.random_params(), 8
+    params, block_size = toy_hybrid.random_params(), 8
     model = toy_hybrid.HybridModel(params)
     host_blocks = 6
     sizes = Sizes(num_blocks=16, max_requests=2, chunk=8, max_num_batched_tokens=18, max_len=24)
     reached = *(name for name in Toy.reached if name != "copy_blocks"), "DiskPool.load"
+
+    @classmethod
+    def install(cls, monkeypatch, module=toy_hybrid):
+        super().install(monkeypatch, module)
 
     @classmethod
     @cache
@@ -269,8 +293,9 @@ def all_calls(kind, folder):
 def test_a_call_that_launches_reads_loads_stores_or_allocates_raises(kind, monkeypatch, tmp_path):
     kind.install(monkeypatch)
     found = {site.split(",")[0]: site for site in all_calls(kind, tmp_path) if site.startswith(TRANSFERS)}
+    found = {name: site for name, site in found.items() if "<genexpr>" not in name}
     outcomes = [interrupt(kind, tmp_path / name, site, 1, KeyboardInterrupt()) for name, site in found.items()]
-    assert outcomes == [(True, 1)] * len(found)
+    assert [name for name, outcome in zip(found, outcomes, strict=True) if outcome != (True, 1)] == []
     for name in kind.reached:
         assert any(name in call for call in found), name
 
@@ -305,7 +330,7 @@ def interrupted(*args, **kwargs):
 @pytest.fixture
 def served(monkeypatch, tmp_path):
     """An engine that has requests, and steps in flight."""
-    toy_model.install(monkeypatch)
+    Toy.install(monkeypatch)
     served = Toy(tmp_path)
     served.step()
     served.step()
@@ -338,7 +363,7 @@ def test_restoring_is_interrupted(served, monkeypatch):
     for site in calls.seen:
         served.step()
         with monkeypatch.context() as patch, Calls(site, 1, KeyboardInterrupt("second")):
-            patch.setattr(served.engine, "batches", interrupted)
+            patch.setattr(served.engine, "schedule", interrupted)
             with pytest.raises(KeyboardInterrupt) as found:
                 served.step()
         second += str(found.value) == "second"
