@@ -580,6 +580,11 @@ class Piece:
     keys: list[bytes]
     """The keys of the others."""
 
+    @property
+    def has_arrived(self) -> bool:
+        """Whether writing the rows to the cache does not wait."""
+        return self.rows.is_ready()  # type: ignore[missing-attribute]
+
 
 class Load:
     """A load of blocks that goes on while others use the cache.
@@ -651,7 +656,7 @@ class Load:
             contents of all blocks to be loaded are undefined then.  Call `cancel`.
         """
         try:
-            while self._pieces and (timeout or self._pieces[0].rows.is_ready()):
+            while self._pieces and (timeout or self._pieces[0].has_arrived):
                 cache = self._write(cache, self._pieces[0])
                 self._pieces.popleft()
             while self._queue and self.in_flight + others < self.most_in_flight:

@@ -344,7 +344,7 @@ class Engine(EngineBase):
             request.reset()
         self.waiting = sorted((request for request in requests if request.finish_reason is None), key=_rank)
         self.running = []
-        for array in (self.cache.buffer, self.last):
+        for array in (one_array(self.cache.buffer), self.last):
             array.delete()  # unless a program that did not return has donated it
 
     def warm_up(self, *, wait: bool = True) -> None:

@@ -113,7 +113,8 @@ class Replicas(EngineBase):
     def _release(self):
         self._join_threads()
         for engine in self.engines:
-            engine.end(self._ended_by)
+            engine._ended_by = self._ended_by
+            engine._release()
 
     def _join_threads(self) -> None:
         """Waits for the steps that engines are in."""

@@ -103,6 +103,7 @@ class Immediately:
 class Served:
     """An engine with requests: they wait for blocks, and their prompts are computed in chunks."""
 
+    sampling = models.Sampling()
     copies: ClassVar = {}
     """The programs that copy blocks; each is compiled once."""
 
@@ -110,7 +111,8 @@ class Served:
         self.engine = self.another()
         manager = self.engine.block_manager
         manager._copy = self.copies.setdefault(type(self), manager._copy)
-        self.requests = [self.engine.submit(tokens, max_tokens=count, stop=()) for tokens, count in self.prompts]
+        options = {"sampling": self.sampling, "stop": ()}
+        self.requests = [self.engine.submit(tokens, max_tokens=count, **options) for tokens, count in self.prompts]
         self.stream = {request: [] for request in self.requests}
         self.restored = 0
         restore = self.engine._restore
@@ -214,8 +216,9 @@ def with_drafts():
 
 
 class Drafts(Served):
-    """`Engine` with drafts."""
+    """`Engine` with drafts of tokens that are drawn."""
 
+    sampling = models.Sampling(1.0, 0.9, seed=3)
     prompts = ((3, 1, 4, 1, 5), 5), (tuple(range(20)), 3), ((9,), 4)
     reached = "verify_and_draft", "asarray in Engine._read"
 
@@ -235,7 +238,7 @@ class Drafts(Served):
     @cache
     def right(cls, tokens, count):
         other = cls.another()
-        request = other.submit(tokens, max_tokens=count, stop=())
+        request = other.submit(tokens, max_tokens=count, sampling=cls.sampling, stop=())
         list(other.run())
         return request.generated
 
