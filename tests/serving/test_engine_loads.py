@@ -119,9 +119,10 @@ def test_a_load_ends_with_its_request(end, disk, stalled):
     assert served.pool.num_free == 14
 
 
-def test_few_blocks_are_on_their_way_at_a_time(disk):
+def test_few_blocks_are_on_their_way_at_a_time():
     """Less than twice the greatest length of a chunk, which is two blocks of this pool."""
-    host = host_pool(num_blocks=16, disk=disk)
+    host = host_pool(num_blocks=16)
+    serve(engine(offload=host), LONG, count=1)
     served = engine(num_blocks=32, offload=host)
     first = served.submit(prompt(5), max_tokens=40)
     while not first.generated:

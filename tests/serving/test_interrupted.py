@@ -19,7 +19,7 @@ import jaxkv.serving
 from jaxkv import models
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import DiskPool, HostPool, transfers
-from jaxkv.serving import MTP, Engine
+from jaxkv.serving import MTP, Engine, Request
 from jaxkv.serving.block_manager import BlockManager
 from serving.toy_engines import fail
 from support import toy_hybrid, toy_model
@@ -353,6 +353,16 @@ def test_an_exception_in_the_warm_up(served, monkeypatch):
         with pytest.raises(KeyboardInterrupt):
             served.engine.warm_up()
     assert served.restored == 1
+    served.run()
+    assert_right(served)
+
+
+def test_an_interrupt_just_before_a_request_gets_its_token(served, monkeypatch):
+    """The caller does not get it twice."""
+    with monkeypatch.context() as patch:
+        patch.setattr(Request, "append", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            served.run()
     served.run()
     assert_right(served)
 
