@@ -64,7 +64,7 @@ FORMAT = "kernels/jaxkv_kernels/formats/format.py"
 POOL, PREFIX = "jaxkv/serving/pool.py", "jaxkv/serving/prefix.py"
 TABLE, BLOCK_MANAGER = "jaxkv/serving/table.py", "jaxkv/serving/block_manager.py"
 ENGINE, REQUEST = "jaxkv/serving/engine.py", "jaxkv/serving/request.py"
-SAMPLING = "jaxkv/models/sampling.py"
+SAMPLING, HOST = "jaxkv/models/sampling.py", "jaxkv/offload/host.py"
 
 SLOTS, LARGE = ("tests/ops/test_slots.py",), ("tests/ops/test_large.py",)
 PACKED_TESTS = ("tests/layout", "tests/offload/test_offload.py")
@@ -81,6 +81,7 @@ SERVING = ("tests/serving/test_engine.py",)
 DRAFTS, SAMPLING_TESTS = ("tests/serving/test_engine_drafts.py",), ("tests/models/test_sampling.py",)
 REUSE = ("tests/serving/test_engine_reuse.py",)
 STEPS = ("tests/serving/test_engine_steps.py",)
+INTERRUPTED, LOADS = ("tests/serving/test_interrupted.py",), ("tests/serving/test_engine_loads.py",)
 TABLES = ("tests/serving/test_tables.py", "tests/serving/test_engine_tables.py")
 KEYS = ("tests/offload/test_offload.py",)
 
@@ -424,6 +425,48 @@ MUTANTS = {
             "others = [other for other in self.running if other.priority >= request.priority]",
             "others = [other for other in self.running if other.priority > request.priority]",
             (*SERVING, *STEPS),
+        ),
+        Mutant(
+            "the cache is not made again after an exception",
+            ENGINE,
+            "        self._allocate()\n        jax.block_until_ready((self.cache.buffer, self.last))",
+            "        jax.block_until_ready((self.cache.buffer, self.last))",
+            INTERRUPTED,
+        ),
+        Mutant(
+            "a token is in the stream that its request has not got",
+            ENGINE,
+            "            self._new.pop()  #",
+            "            break  #",
+            INTERRUPTED,
+        ),
+        Mutant(
+            "a request loads blocks that another is loading",
+            BLOCK_MANAGER,
+            "return replace(prefix, awaited=True)",
+            "return prefix",
+            LOADS,
+        ),
+        Mutant(
+            "blocks that are being loaded count as loaded",
+            ENGINE,
+            "request.cached, request.filled, request.loading = 0, 0, prefix.tokens",
+            "request.loading = 0",
+            LOADS,
+        ),
+        Mutant(
+            "any number of blocks is on its way to the device",
+            HOST,
+            "self.in_flight + others < self.most_in_flight",
+            "True",
+            LOADS,
+        ),
+        Mutant(
+            "stores wait for the disk",
+            HOST,
+            "room = self._make_room(len(new), wait=wait)",
+            "room = self._make_room(len(new))",
+            LOADS,
         ),
         Mutant(
             "a request ends one token early",

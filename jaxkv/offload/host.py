@@ -5,7 +5,7 @@ import warnings
 from collections import ChainMap, Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import islice
 
@@ -22,12 +22,16 @@ from jaxkv.offload.transfers import HostArray, Layout, check_exchange, read_rows
 from jaxkv_kernels.addressing import one_array
 
 CHUNK_BYTES = 2**26
-"""The most bytes per transfer: enough to reach the full rate."""
+"""The most bytes per transfer: enough to reach the full rate, and few enough not to delay what comes next for long."""
 POOL_CHUNKS = 8
 """The least number of chunks for which a pool has room; there should be several, because they are evicted as a whole.
 """
 STORES_IN_FLIGHT = 4
-"""The most chunks that wait on the device for their transfer, where they take memory."""
+"""The blocks that wait on the device for their transfer, where they take memory, are at most those of so many chunks of
+the greatest length."""
+TRANSFERS_PER_CHUNK = 4
+"""A transfer of a `Load` counts as at least this fraction of a chunk of the greatest length, as it takes the host's
+time."""
 SLACK = 1 / 8
 """The extra fraction of pinned memory: chunks differ in length and leave gaps when they are evicted."""
 SKIPPED = -1
@@ -101,6 +105,11 @@ class Chunk:
     """[len(keys), E]."""
     written: Future | None = None
     """The write to disk; None without a disk pool."""
+
+    @property
+    def is_written(self) -> bool:
+        """Whether no write to disk is pending."""
+        return self.written is None or self.written.done()
 
     @property
     def has_arrived(self) -> bool:
@@ -213,7 +222,8 @@ class HostPool:
         self._held = ChainMap(self._holds, self._moving)
         self._arriving: deque[Chunk] = deque()
         """Stores that may be in flight, oldest first."""
-        self._writer = ThreadPoolExecutor(1, "jaxkv-disk")
+        self._writer = ThreadPoolExecutor(1, "jaxkv-disk-writer")
+        self._reader = ThreadPoolExecutor(1, "jaxkv-disk-reader")
         pinned = int(self.num_blocks * self.block_nbytes * (1 + SLACK))
         transfers.reserve(pinned, device or jax.local_devices()[0])
 
@@ -254,16 +264,18 @@ class HostPool:
         self.stats.misses += len(keys) - found
         return found
 
-    def store(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes]) -> int:
+    def store(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, wait: bool = True) -> int:
         """Copies blocks of a cache to host memory.  A block whose key is already stored is only marked as used.
 
         Args:
           cache: the cache to read from; it is not donated.
           blocks: ids [n].
           keys: their keys [n], the most important first: these are stored first and evicted last.
+          wait: whether to wait for the disk, if blocks must be evicted that have not been written to it.  Without, such
+            blocks are not evicted.
 
         Returns:
-          The number of leading keys that are now in host memory.  It is less than n if all memory is held.
+          The number of leading keys that are now in host memory.  It is less than n if no memory is left.
 
         Raises:
           ValueError: `cache` has other blocks than this pool, `blocks` and `keys` do not match, or one of `keys` is not
@@ -274,10 +286,10 @@ class HostPool:
         blocks, keys = self._checked(cache, blocks, keys)
         new = {key: block for key, block in zip(keys, blocks, strict=True) if key not in self._chunks}
         with self._holding(keys):
-            room = self._make_room(len(new))
+            room = self._make_room(len(new), wait=wait)
         self.stats.rejected += len(new) - room
         for part in _split(islice(new, room), self._chunk_blocks):
-            self._wait_for_stores(STORES_IN_FLIGHT - 1)
+            self._wait_for_stores(self.blocks_in_flight - len(part))
             ids = np.asarray([new[key] for key in part], np.int32)
             staged = read_rows(cache, ids, implementation=self._implementation)
             self._add(Chunk(part, transfers.to_host(staged)))
@@ -409,6 +421,15 @@ class HostPool:
         for written in in_flight:
             written.result()  # raises the error of the write
 
+    def drop_failed_stores(self) -> None:
+        """Waits until all stores have arrived in host memory, and removes the blocks of those that failed.
+
+        Unlike `flush`, it does not raise their errors.  Use it after a program that computed the cache has failed.
+        """
+        while self._arriving:
+            with suppress(Exception):
+                self._wait_for_stores(0)
+
     def _checked(
         self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, distinct: bool = False
     ) -> tuple[list[int], list[bytes]]:
@@ -425,36 +446,43 @@ class HostPool:
             raise KeyError(missing.hex())
 
     def _add(self, chunk: Chunk) -> None:
-        self._chunks.add(chunk)
         self._arriving.append(chunk)
+        self._chunks.add(chunk)
         self._write_later(chunk)
         self.stats.stored += len(chunk.keys)
         self.stats.stored_bytes += len(chunk.keys) * self.block_nbytes
 
-    def _make_room(self, count: int) -> int:
-        """Evicts chunks until `count` blocks fit or only held chunks are left; returns how many of the blocks fit."""
-        self._wait_for_stores(STORES_IN_FLIGHT)
+    def _make_room(self, count: int, *, wait: bool = True) -> int:
+        """Evicts chunks until `count` blocks fit or only held chunks are left; returns how many of the blocks fit.
+
+        Without `wait`, chunks that have not been written to disk are not evicted.
+        """
+        self._wait_for_stores(self.blocks_in_flight)
         free = self.num_blocks - len(self._chunks)
         for chunk in list(self._chunks) if count > free else []:
             if free >= count:
                 break
-            if any(key in self._held for key in chunk.keys):
+            if any(key in self._held for key in chunk.keys) or not (wait or chunk.is_written):
                 continue
             self._wait_for_disk(chunk)
             self._chunks.remove(chunk)
             self.stats.evicted += len(chunk.keys)
-            free += len(chunk.keys)
+            free = self.num_blocks - len(self._chunks)  # not all keys of a chunk whose addition was interrupted counted
         return min(count, free)
 
     def _wait_for_stores(self, most: int) -> None:
-        """Waits until at most `most` stores are in flight.  A failed store is removed, and its error raised."""
-        while self._arriving and (len(self._arriving) > most or self._arriving[0].has_arrived):
-            chunk = self._arriving.popleft()
+        """Waits until at most `most` blocks are being stored.  A failed store is removed, and its error raised."""
+        while self._arriving and (
+            self._arriving[0].has_arrived or sum(len(chunk.keys) for chunk in self._arriving) > most
+        ):
+            chunk = self._arriving[0]
             try:
                 jax.block_until_ready(chunk.rows)
             except Exception:
                 self._chunks.remove(chunk)
+                self._arriving.popleft()
                 raise
+            self._arriving.popleft()
 
     def _wait_for_disk(self, chunk: Chunk) -> None:
         """Waits until the blocks of a chunk are on disk.  A failed write only warns: the memory is needed anyway."""
@@ -539,6 +567,156 @@ class HostPool:
         except Exception as error:
             raise LoadFailed(f"a load of {len(places)} blocks stopped half-way: {error}", cache) from error
         return cache
+
+
+@dataclass(eq=False)
+class Piece:
+    """Blocks on their way from host memory to a cache, as one array."""
+
+    rows: jax.Array
+    """[n, E], on the device as soon as they have arrived."""
+    ids: np.ndarray
+    """int32 [n], the target block of each row; `SKIPPED` for rows that are not needed."""
+    keys: list[bytes]
+    """The keys of the others."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether writing the rows to the cache does not wait."""
+        return self.rows.is_ready()  # type: ignore[missing-attribute]
+
+
+class Load:
+    """A load of blocks that goes on while others use the cache.
+
+    A thread reads the blocks from disk that are not in host memory.  Each call of `advance` writes to the cache what
+    has arrived on the device since the last one, and starts further transfers.  Less than two chunks are on their way
+    at a time, which is `2 * CHUNK_BYTES` at most.  No call waits, except as `timeout` says.
+
+    The pool keeps the blocks from `start` until they have been loaded, or until `cancel`.  The thread that uses the
+    pool may use it in other ways in the meantime.
+
+    Args:
+      pool: the pool that has the blocks.
+      contents: ids of distinct blocks of the cache, to be overwritten, by the key of the content to load.
+      sharding: that of the cache's buffer.
+    """
+
+    def __init__(self, pool: HostPool, contents: Mapping[bytes, int], sharding: jax.sharding.Sharding):
+        self.contents = dict(contents)
+        self._pool, self._sharding = pool, sharding
+        self._missing = dict.fromkeys(contents, 1)
+        """Keys that have not been loaded."""
+        self._queue = dict(contents)
+        """Those of them whose transfer to the device has not been started."""
+        self._pieces: deque[Piece] = deque()
+        self._reading: Future[Chunk] | None = None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether programs that are launched from now on find all blocks in the cache."""
+        return not self._missing
+
+    @property
+    def in_flight(self) -> int:
+        """How much is on its way to the device, in blocks."""
+        return sum(map(self._cost, self._pieces))
+
+    @property
+    def most_in_flight(self) -> int:
+        """Transfers are started as long as less than this is on its way in all loads together, in blocks."""
+        return self._pool._chunk_blocks
+
+    def start(self) -> None:
+        """Begins to read from disk what is not in host memory."""
+        self._pool._held.maps = [*self._pool._held.maps, self._missing]
+        self._read_ahead()
+
+    def cancel(self) -> None:
+        """Ends the load.  What it has not written to the cache by now is never written."""
+        self._pool._held.maps = [keys for keys in self._pool._held.maps if keys is not self._missing]
+        if self._reading is not None:
+            self._reading.cancel()
+        self._pieces.clear()
+
+    def advance(self, cache: KVCache, *, others: int = 0, timeout: float = 0) -> KVCache:
+        """Writes to the cache what has arrived, and starts further transfers.
+
+        Args:
+          cache: the cache; it is donated if anything has arrived.
+          others: how much other loads have in flight.
+          timeout: seconds to wait for the disk, if nothing else can be done.  If this is not 0, the call also waits for
+            the transfers to the device that are in flight, however long they take.
+
+        Returns:
+          The cache.
+
+        Raises:
+          LoadFailed: a block is missing, damaged or cannot be read, or a transfer failed: the cause says which.  The
+            contents of all blocks to be loaded are undefined then.  Call `cancel`.
+        """
+        try:
+            while self._pieces and (timeout or self._pieces[0].has_arrived):
+                cache = self._write(cache, self._pieces[0])
+                self._pieces.popleft()
+            while self._queue and self.in_flight + others < self.most_in_flight:
+                chunk = self._in_host_memory() or self._read(0 if self._pieces else timeout)
+                if chunk is None:
+                    break
+                self._copy(chunk)
+                self._read_ahead()
+        except Exception as error:
+            raise LoadFailed(f"a load of {len(self.contents)} blocks failed: {error}", cache) from error
+        return cache
+
+    def _write(self, cache: KVCache, piece: Piece) -> KVCache:
+        jax.block_until_ready(piece.rows)  # raises if the transfer failed; the cache must not depend on it then
+        cache = write_rows(cache, piece.ids, piece.rows, implementation=self._pool._implementation)
+        for key in piece.keys:
+            del self._missing[key]
+        if self.is_done:
+            self._pool._chunks.use(self.contents)
+        self._pool.stats.loaded += len(piece.keys)
+        self._pool.stats.loaded_bytes += len(piece.keys) * self._pool.block_nbytes
+        return cache
+
+    def _copy(self, chunk: Chunk) -> None:
+        """Starts the transfer of the blocks of a chunk that are to be loaded."""
+        keys = [key for key in chunk.keys if key in self._queue]
+        if keys:  # none if others have stored them while they were read, and they have been copied from there
+            ids = np.asarray([self._queue.get(key, SKIPPED) for key in chunk.keys], np.int32)
+            self._pieces.append(Piece(transfers.to_device(chunk.rows, self._sharding), ids, keys))
+        for key in keys:
+            del self._queue[key]
+
+    def _cost(self, piece: Piece) -> int:
+        return max(len(piece.ids), self._pool._chunk_blocks // TRANSFERS_PER_CHUNK)
+
+    def _in_host_memory(self) -> Chunk | None:
+        """A chunk in host memory that has blocks to be loaded."""
+        chunks = self._pool._chunks
+        return next((chunks.place(key)[0] for key in self._queue if key in chunks), None)
+
+    def _read_ahead(self) -> None:
+        """Starts to read a chunk of what is not in host memory, unless one is being read or there is no disk pool."""
+        if self._reading is not None or self._pool.disk is None:
+            return
+        absent = [key for key in self._queue if key not in self._pool._chunks]
+        for part in islice(_split(absent, self._pool._chunk_blocks), 1):
+            self._reading = self._pool._reader.submit(self._pool._read, part, self._pool.disk, self._sharding)
+
+    def _read(self, timeout: float) -> Chunk | None:
+        """What has been read from disk; None if that is not complete after `timeout` seconds."""
+        self._read_ahead()
+        if self._reading is None:
+            raise KeyError(next(iter(self._queue)).hex())  # it was evicted from host memory, and there is no disk
+        if not wait([self._reading], timeout).done:
+            return None
+        chunk, self._reading = self._reading.result(), None
+        fits = self._pool._make_room(len(chunk.keys), wait=False) == len(chunk.keys)
+        if fits and not any(key in self._pool._chunks for key in chunk.keys):
+            self._pool._chunks.add(chunk)
+        return chunk
 
 
 def _split(keys: Iterable[bytes], most: int) -> Iterator[tuple[bytes, ...]]:

@@ -1,5 +1,6 @@
-"""What `Engine` and `Replicas` share: the stream of tokens, and the end after an exception."""
+"""What `Engine` and `Replicas` share: the stream of tokens, and how they continue after an exception."""
 
+import traceback
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -9,21 +10,29 @@ from typing import Concatenate
 from jaxkv.serving.request import Request
 
 
-def ends_engine[E: "EngineBase", **P, T](method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
-    """Decorates a method of an engine so that an exception of any kind in it ends the engine.
+def restores[E: "EngineBase", **P, T](method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
+    """Decorates a method of an engine so that the engine can continue after an exception of any kind in it.
 
     Such a method changes requests, blocks and the cache together.  If an exception is raised between two of these
-    changes, which a KeyboardInterrupt can do anywhere, requests, blocks and the cache are at different steps.  An
-    engine that continued from there would generate wrong tokens.
+    changes, which a KeyboardInterrupt can do anywhere, requests, blocks and the cache are at different steps.  They are
+    then made again from the tokens of the requests, before the caller gets the exception.  If that is interrupted too,
+    the next call does it.
+
+    Decorated methods must not call each other on the same engine.
     """
 
     @wraps(method)
     def guarded(self: E, *args: P.args, **kwargs: P.kwargs) -> T:
         self.check_usable()
         try:
-            return method(self, *args, **kwargs)
+            self.changing = True
+            result = method(self, *args, **kwargs)
+            self.changing = False
+            return result
         except BaseException as error:
-            self.end(error)
+            # Frames may hold a later cache than the engine, and there may be memory for one cache only.
+            traceback.clear_frames(error.__traceback__)
+            self._recover()
             raise
 
     return guarded
@@ -32,31 +41,46 @@ def ends_engine[E: "EngineBase", **P, T](method: Callable[Concatenate[E, P], T])
 class EngineBase(ABC):
     """An engine that serves requests in steps.
 
-    An exception in a step, whatever its kind, ends the engine (`end`).  All later calls raise a RuntimeError.
+    After an exception in a step, whatever its kind, the engine is restored (`_restore`).  If that fails, the engine has
+    ended: all later calls raise a RuntimeError.
     """
 
     def __init__(self):
-        self._ended_by: BaseException | None = None
-        self._new: deque[tuple[Request, int]] = deque()
-        """Tokens that have been read, and that `step` has not returned and `run` has not yielded yet."""
+        self.changing = False
+        """Whether a decorated method runs, or has raised an exception since which the engine has not been restored."""
+        self._ended_by: Exception | None = None
 
     @property
     @abstractmethod
     def unfinished(self) -> Sequence[Request]:
         """The requests that run or wait."""
 
+    @property
+    @abstractmethod
+    def _streams(self) -> Sequence[deque[tuple[Request, int]]]:
+        """Tokens that have been read, and that `step` has not returned and `run` has not yielded yet: requests, and
+        indices of their `tokens`."""
+
     @abstractmethod
     def _step(self) -> None:
-        """Runs a step and adds its new tokens to `_new`."""
+        """Runs a step and adds its new tokens to the streams."""
 
     @abstractmethod
-    def _release(self, error: BaseException) -> None:
-        """Returns all blocks and the memory of the cache, whatever state the exception has left them in.
+    def _restore(self) -> None:
+        """Has all unfinished requests wait with the tokens that were read, and makes everything else as at the start.
 
-        It may be called several times, because it may be interrupted, too.
+        It must work whatever state the exception has left, and may itself be interrupted and called again.  An
+        Exception means that the engine cannot continue.
         """
 
-    @ends_engine
+    @abstractmethod
+    def _release(self) -> None:
+        """Has all unfinished requests wait, and returns all blocks and the memory of the cache.
+
+        It must work whatever state the exception has left, and may itself be interrupted and called again.
+        """
+
+    @restores
     def _advance(self) -> None:
         self._step()
 
@@ -66,58 +90,74 @@ class EngineBase(ABC):
         If the logits of a request are NaN, it ends with `finish_reason` "nan" and no further token; the others
         continue.
 
+        After an exception of any kind in this call, the next call continues all requests with the tokens that they
+        would have had, up to rounding.  It also returns tokens that were read before the exception.
+
         Raises:
-          RuntimeError: an exception has ended the engine.  An exception of any kind in this call does.
+          RuntimeError: the engine has ended, because it could not be restored after an earlier exception.
         """
         self._advance()
-        return self.take()
+        new = [(request, request.tokens[index]) for stream in self._streams for request, index in _wanted(stream)]
+        for stream in self._streams:
+            stream.clear()
+        return new
 
     def run(self) -> Iterator[tuple[Request, int]]:
         """Steps until all requests have ended; yields each new token with its request.
 
-        The loop may be left at any time: the next call of `run` or `step` continues with the next token.
+        The loop may be left at any time, also by an exception of any kind in a step: the next call of `run` or `step`
+        continues with the next token.
 
         Raises:
-          RuntimeError: an exception has ended the engine.  An exception of any kind in a step does.
+          RuntimeError: the engine has ended, because it could not be restored after an earlier exception.
         """
         self.check_usable()
         return self._run()
 
     def _run(self) -> Iterator[tuple[Request, int]]:
         while True:
-            while self._new:
-                request, token = self._new.popleft()
-                if request.finish_reason != "cancelled":  # the caller may have cancelled it since the token was read
-                    yield request, token
+            for stream in self._streams:
+                while stream:
+                    for request, index in _wanted([stream.popleft()]):
+                        yield request, request.tokens[index]
             self.check_usable()
             if not self.unfinished:
                 return
             self._advance()
 
-    def take(self) -> list[tuple[Request, int]]:
-        """Removes and returns the tokens of `_new`, without those of cancelled requests."""
-        new = [(request, token) for request, token in self._new if request.finish_reason != "cancelled"]
-        self._new.clear()
-        return new
-
     def check_usable(self) -> None:
-        """RuntimeError if an exception has ended the engine."""
+        """Restores the engine if an earlier call could not; RuntimeError if the engine has ended."""
+        self._recover()
         if self._ended_by is None:
             return
-        self._release(self._ended_by)  # the earlier call may have been interrupted
+        self._release()  # the earlier call may have been interrupted
         raise RuntimeError(
-            f"this engine has ended, because a step raised {type(self._ended_by).__name__}: make a new one; the model "
-            "and the pools of `offload` can be used again.  Requests that had not finished are in `waiting`.  Their "
-            "`tokens` are right as far as they go, and can be prompts of the new engine"
+            "this engine has ended, because it could not be restored after an exception: "
+            f"{type(self._ended_by).__name__}: {self._ended_by}.  Make a new one; the model and the pools of `offload` "
+            "can be used again.  Requests that had not finished are in `waiting`.  Their `tokens` are right as far as "
+            "they go, and can be prompts of the new engine"
         ) from self._ended_by
 
-    def end(self, error: BaseException) -> None:
-        """Ends the engine because of an exception.
+    def _recover(self) -> None:
+        """Restores the engine if an exception has interrupted a change; ends the engine if that fails."""
+        if not self.changing or self._ended_by is not None:
+            return
+        try:
+            self._restore()
+            self.changing = False
+        except Exception as error:
+            self.end(error)
+
+    def end(self, error: Exception) -> None:
+        """Ends the engine, which cannot be restored because of this error.
 
         All its blocks are free then, and the memory of its cache is released.  Requests that have not finished keep
-        `finish_reason` None and stay in `waiting`, without blocks.  They have the tokens that were read before, also
-        those that `step` has not returned.
+        `finish_reason` None and stay in `waiting`, without blocks.
         """
-        if self._ended_by is None:
-            self._ended_by = error
-        self._release(self._ended_by)
+        self._ended_by = error
+        self._release()
+
+
+def _wanted(stream: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
+    """Without the tokens of requests that the caller has cancelled since they were read."""
+    return [(request, index) for request, index in stream if request.finish_reason != "cancelled"]

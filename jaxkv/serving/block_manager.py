@@ -1,11 +1,13 @@
 """`BlockManager`: the blocks that requests hold, and what these contain."""
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from jaxkv.cache import KVCache
+from jaxkv.offload.host import Load
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import OFFLOADED, Prefix
 from jaxkv.serving.request import ABSENT, Held, Request
@@ -45,6 +47,8 @@ class BlockManager:
         """The block tables of running requests, by place: int32 [places, M]."""
         self.max_len = min(table.up_to(max_len) * table.block_size for table in tables)
         """The most tokens of a request, rounded up to blocks."""
+        self.loads: dict[Request, Load] = {}
+        """The loads of the prefixes of running requests."""
         self._keys = keys
         self._copy = copy
         # Without tables that keep all blocks, prefixes may end anywhere.
@@ -61,7 +65,12 @@ class BlockManager:
 
     def prefix(self, request: Request, running: Sequence[Request]) -> Prefix:
         """The longest cached prefix of a request that waits."""
-        return Prefix.of(request, running, self.tables, self.pool, self.tiers)
+        prefix = Prefix.of(request, running, self.tables, self.pool, self.tiers)
+        if self.loads and not prefix.awaited:
+            loading = set[bytes]().union(*(load.contents for load in self.loads.values()))
+            if not loading.isdisjoint(key for key, _ in self._offloaded(request, prefix)):
+                return replace(prefix, awaited=True)
+        return prefix
 
     def count(self, request: Request, prefix: Prefix, end: int) -> int:
         """The number of blocks that a request holds if it joins with this prefix, and its first step ends at `end`."""
@@ -76,12 +85,14 @@ class BlockManager:
         return self.count(request, prefix, end) - kept + prefix.copied
 
     def allocate(self, request: Request, prefix: Prefix) -> None:
-        """Gives a request, which has a place, the blocks of its prefix, all of which are on the device."""
+        """Gives a request, which has a place, the blocks of its prefix, and free ones for those that must be loaded."""
+        for block in prefix.on_device:  # first, so that none of them is evicted
+            self.pool.share(block)
         for name, blocks in prefix.blocks.items():
             held = request.held[name]
-            held.blocks = [block if block == ABSENT else self.pool.share(block) for block in blocks]
+            held.blocks = [self.pool.allocate() if block == OFFLOADED else block for block in blocks]
             held.first = next((n for n, block in enumerate(blocks) if block != ABSENT), len(blocks))
-            self.arrays[name][request.place, : len(blocks)] = blocks
+            self.arrays[name][request.place, : len(blocks)] = held.blocks
 
     def has_blocks_up_to(self, request: Request, end: int) -> bool:
         """Whether a running request has the blocks for a step that ends at token `end`."""
@@ -132,38 +143,67 @@ class BlockManager:
             if table.window is not None:
                 self._expire(request, table, table.needed(end).start)
 
-    def load(self, cache: KVCache, request: Request, prefix: Prefix) -> tuple[KVCache, int]:
-        """Loads the blocks of a prefix that are not on the device; if that fails, the request computes them.
+    def load(self, cache: KVCache, request: Request, prefix: Prefix) -> None:
+        """Begins to load the blocks of a prefix that are not on the device, into those that `allocate` has given."""
+        contents = {key: request.held[name].blocks[index] for key, (name, index) in self._offloaded(request, prefix)}
+        self.loads[request] = self.tiers.load(cache, contents)
+        self.loads[request].start()
 
-        Returns the cache, and the number of tokens in the blocks that were loaded.
+    def advance_loads(self, cache: KVCache, *, timeout: float = 0) -> tuple[KVCache, dict[Request, int]]:
+        """Continues all loads; waits for one of them at most `timeout` seconds if nothing else can be done.
+
+        Returns the cache, and the requests whose loads have ended, with the number of tokens in the blocks that were
+        loaded.  It is 0 if the load failed.
         """
-        # Hold all blocks of the prefix, so that loading one does not evict another.
-        shared = [self.pool.share(block) for block in prefix.on_device]
-        contents: dict[bytes, int] = {}
+        cache, failed = self.tiers.advance(cache, self.loads.values(), timeout=timeout)
+        ended = {}
+        for request, load in list(self.loads.items()):
+            if load in failed or load.is_done:
+                ended[request] = 0 if load in failed else self._loaded(request, load)
+                self._end_load(request)
+        return cache, ended
+
+    def _loaded(self, request: Request, load: Load) -> int:
+        """Registers the keys of the blocks of a load that is done; returns the number of tokens that they have."""
+        for key, block in load.contents.items():
+            self.pool.name(block, key)
         covered: set[int] = set()
         for table in self.tables:
-            for index, block in enumerate(prefix.blocks[table.name]):
-                if block == OFFLOADED:
-                    contents[request.keys_of(table.name)[index]] = self.pool.allocate()
+            for index, key in enumerate(request.keys_of(table.name)):
+                if key in load.contents:
                     covered.update(range(index * table.block_size, (index + 1) * table.block_size))
-        try:
-            cache, loaded = self.tiers.load(cache, contents)
-            for key, block in contents.items() if loaded else ():
-                self.pool.name(block, key)
-        finally:
-            self._free([*shared, *contents.values()])
-        return cache, len(covered) if loaded else 0
+        return len(covered)
+
+    def _end_load(self, request: Request) -> None:
+        self.loads[request].cancel()
+        del self.loads[request]
+
+    def _offloaded(self, request: Request, prefix: Prefix) -> Iterator[tuple[bytes, tuple[str, int]]]:
+        """The keys of the blocks of a prefix that are not on the device, with their tables and numbers."""
+        for name, blocks in prefix.blocks.items():
+            for index, block in enumerate(blocks):
+                if block == OFFLOADED:
+                    yield request.keys_of(name)[index], (name, index)
 
     def free(self, request: Request) -> None:
         """Frees the blocks of a request.  Blocks that other requests share remain held.
 
-        Launched steps may still write to the blocks.  Programs that later holders launch run after them.
+        Launched steps and loads may still write to the blocks.  Programs that later holders launch run after them.
         """
+        if request in self.loads:
+            self._end_load(request)
         for table in self.tables:
             held = request.held[table.name]
             self.arrays[table.name][request.place] = ABSENT
             self._free(block for block in held.blocks if block != ABSENT)
             held.blocks, held.first = [], 0
+
+    def clear(self) -> None:
+        """Empties the block tables and ends all loads, without freeing blocks."""
+        for request in list(self.loads):
+            self._end_load(request)
+        for table in self.arrays.values():
+            table[:] = ABSENT
 
     def warm_up(self, cache: KVCache) -> KVCache:
         """Compiles the copies of blocks and the programs of transfers."""

@@ -22,7 +22,7 @@ from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import HostPool, prefix_keys
 from jaxkv.ops.blocks import copy_blocks
 from jaxkv.serving import program
-from jaxkv.serving.base import EngineBase, ends_engine
+from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.block_manager import BlockManager
 from jaxkv.serving.buckets import Buckets, Shape
 from jaxkv.serving.drafts import MTP, AcceptanceStats, verify_and_draft
@@ -36,6 +36,8 @@ from jaxkv.serving.tiers import Tiers
 from jaxkv_kernels.addressing import one_array
 
 GREEDY = Sampling()
+LOAD_TIMEOUT = 0.01
+"""The most seconds that a step waits for the disk, if there is nothing to compute until blocks are loaded."""
 
 
 @dataclass
@@ -47,7 +49,7 @@ class HostTime:
     seconds: float = 0.0
     """The time of these calls."""
     waited: float = 0.0
-    """The part of it in which the host waited for tokens from the device."""
+    """The part of it in which the host waited for tokens from the device, or for blocks with nothing else to do."""
 
     @property
     def busy_ms(self) -> float:
@@ -80,9 +82,10 @@ class Engine(EngineBase):
     their content until they are evicted, whether a request holds them or not.  If a running request has a block that
     begins with the next tokens, this block is copied; if it is computing the next block, the request waits for that.
     With `offload`, full blocks are also stored in host memory.  They are copied while later steps run, so steps do not
-    wait, and an evicted block is already stored.  Blocks that are found in the pool are loaded when their request
-    joins, and that step waits for them.  Blocks that cannot be loaded are computed.  None of this changes the generated
-    tokens, except through the rounding of logits.
+    wait, and an evicted block is already stored.  Blocks that are found in the pool are loaded while the steps of other
+    requests run.  Their request has its place and all its blocks meanwhile, so that later requests take only what is
+    left; a request with the same prefix waits.  Blocks that cannot be loaded are computed.  None of this changes the
+    generated tokens, except through the rounding of logits.
 
     With `drafts`, a step verifies the drafts of every request whose prompt is complete, appends the model's own tokens
     up to the first that differs from its draft, and drafts the next ones.  The host waits for every step then.
@@ -133,16 +136,15 @@ class Engine(EngineBase):
             raise ValueError("`model` is data parallel, with requests of its own on each device: expected `Replicas`")
         self.model = model
         block_size = model.usual_block_size if block_size is None else block_size
-        cache, layout = model.cache(num_blocks, block_size, order), model.layout(num_blocks, block_size, order)
-        # Committed to its device, like the caches that loads return: jit compiles separately for committed arrays.
-        self.cache = jax.device_put(cache, one_array(cache.buffer).sharding)
+        layout = model.layout(num_blocks, block_size, order)
+        self.block_size, self._order = block_size, order
+        self.max_requests = positive_int("max_requests", max_requests)
         self.pool = BlockPool(num_blocks)
+        self._allocate()
         self.tiers = Tiers(offload)
         self.tiers.check(self.cache, layout)
         self.prefix_stats = PrefixCacheStats()
         self.host_time = HostTime()
-        self.block_size = block_size
-        self.max_requests = positive_int("max_requests", max_requests)
         self.chunk = positive_int("chunk", chunk)
         self._columns = 1 if drafts is None else 1 + drafts.num_speculative_tokens
         """Tokens per row of a request whose prompt is complete: its last, and the drafts after it."""
@@ -200,14 +202,21 @@ class Engine(EngineBase):
         """Running requests, in the same order.  The last is preempted first."""
         self._places = list(range(self.max_requests))
         """Free places of running requests."""
-        self.last = jax.device_put(jnp.zeros(self.max_requests, jnp.int32), _replicated(self.cache.buffer.sharding))
-        """The last sampled token of every running request, on the device."""
+        self._new: deque[tuple[Request, int]] = deque()
         self._launched: deque[tuple[Any, dict[int, Span]]] = deque()
         """Steps whose tokens have not been read: the sampled tokens or what drafts found, and the span of each row."""
         # The cache is donated, so that it is updated in place.
         self.program = program.run_layers if drafts is None else verify_and_draft
         self._layers = Program(self.program, donate="cache", compiler_options=model.compiler_options)
         self._samplers = [Program(sample, donate="last") for sample in (program.likeliest, program.draw)]
+
+    def _allocate(self) -> None:
+        """Makes the arrays on the device that steps donate."""
+        cache = self.model.cache(self.pool.num_blocks, self.block_size, self._order)
+        # Committed to its device, like the caches that loads return: jit compiles separately for committed arrays.
+        self.cache = jax.device_put(cache, one_array(cache.buffer).sharding)
+        self.last = jax.device_put(jnp.zeros(self.max_requests, jnp.int32), _replicated(self.cache.buffer.sharding))
+        """The last sampled token of every running request, on the device."""
 
     def submit(
         self,
@@ -233,7 +242,7 @@ class Engine(EngineBase):
           The request.  `step` and `run` append its tokens.
 
         Raises:
-          RuntimeError: an exception has ended the engine.
+          RuntimeError: the engine has ended, because it could not be restored after an exception.
           TypeError: a token id (of `prompt`, `stop`) or `priority` is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens`, it
             would exceed the block table or the cache.
@@ -270,7 +279,7 @@ class Engine(EngineBase):
         `request.generated`; those that the device has sampled since then are discarded.
 
         Raises:
-          RuntimeError: an exception has ended the engine.
+          RuntimeError: the engine has ended, because it could not be restored after an exception.
           ValueError: the request has already ended.
         """
         self.check_usable()
@@ -278,7 +287,7 @@ class Engine(EngineBase):
             raise ValueError(f"`request` neither waits nor runs: it ended with {request.finish_reason!r}")
         self._cancel(request)
 
-    @ends_engine
+    @restores
     def _cancel(self, request: Request) -> None:
         request.finish_reason = "cancelled"
         if request in self.waiting:
@@ -291,11 +300,20 @@ class Engine(EngineBase):
     def unfinished(self):
         return [*self.running, *self.waiting]
 
+    @property
+    @override
+    def _streams(self):
+        return [self._new]
+
     @override
     def _step(self):
         # Launches a step, and reads the previous one.
         start = time.perf_counter()
-        if schedule := self.schedule():
+        schedule = self.schedule()
+        if schedule is None and not self._launched:
+            self._advance_loads(timeout=LOAD_TIMEOUT)
+            self.host_time.waited += time.perf_counter() - start
+        if schedule is not None:
             shape = self.buckets.fit(schedule)
             self.cache, found = self._layers(shape, self.model, self.cache, self.last, *self.batches(schedule, shape))
             self.launched(schedule, shape, found)
@@ -304,14 +322,29 @@ class Engine(EngineBase):
         self.host_time.seconds += time.perf_counter() - start
 
     @override
-    def _release(self, error):
+    def _restore(self):
+        # The tokens that were read are right, and everything else follows from them: requests are recomputed when they
+        # join again.  The cache is made again even if no program has donated it, because a program that failed after
+        # it was launched may have computed it.
+        self._release()
+        self.tiers.drop_failed_stores()
+        self._places[:] = range(self.max_requests)
+        self._allocate()
+        jax.block_until_ready((self.cache.buffer, self.last))  # an error now means that the device is lost
+
+    @override
+    def _release(self):
         self._launched.clear()
         self.pool.clear()
-        unfinished = [request for request in dict.fromkeys(self.unfinished) if request.finish_reason is None]
-        for request in unfinished:
+        self.block_manager.clear()
+        while self._new and (last := self._new[-1])[1] >= len(last[0].tokens):
+            self._new.pop()  # interrupted before the request had it
+        requests = dict.fromkeys(self.unfinished)
+        for request in requests:
             request.reset()
-        self.waiting, self.running = sorted(unfinished, key=_rank), []
-        for array in (self.cache.buffer, self.last):
+        self.waiting = sorted((request for request in requests if request.finish_reason is None), key=_rank)
+        self.running = []
+        for array in (one_array(self.cache.buffer), self.last):
             array.delete()  # unless a program that did not return has donated it
 
     def warm_up(self, *, wait: bool = True) -> None:
@@ -338,14 +371,13 @@ class Engine(EngineBase):
             prepared += [partial(sample.prepare, rows, logits, last, Choices.of({}, rows)) for sample in self._samplers]
         return prepared
 
-    @ends_engine
+    @restores
     def _run_without_requests(self) -> None:
         for shape in self.buckets.ready.copy():
             batches = self.batches(NOTHING, shape)
             self.cache, found = self._layers(shape, self.model, self.cache, self.last, *batches)
             self.warm_up_after(found)
 
-    @ends_engine
     def warm_up_after(self, found) -> None:
         """Compiles the programs that follow the layers, given what these found without requests."""
         for sample in self._samplers if self.drafts is None else ():
@@ -355,7 +387,6 @@ class Engine(EngineBase):
     # A step consists of the following methods, and of a program between them.  `Lockstep` runs that program for the
     # engines of several devices.
 
-    @ends_engine
     def schedule(self) -> Schedule | None:
         """The tokens that the next step processes, for which requests have blocks then; None if there are none.
 
@@ -363,6 +394,7 @@ class Engine(EngineBase):
         of their requests, and others join until it is used up.  `Buckets.fit` leaves chunks to a later step if requests
         have joined whose prompts were found whole, so that too few rows are left.
         """
+        self._advance_loads()
         for request in list(self.running):
             if request.place >= 0 and request.missing:
                 self._make_room(request, self._reach(request))
@@ -389,7 +421,6 @@ class Engine(EngineBase):
         batch = InputBatch.of(spans, count, columns, tables=self.block_manager.arrays, block_size=self.block_size)
         return batch if self.drafts is None else batch.drafted(spans, self.drafts.lookahead, self.block_size)
 
-    @ends_engine
     def launched(self, schedule: Schedule, shape: Shape, found) -> None:
         """Takes note of a step of these tokens, given the logits of its rows, from which it samples the next tokens.
 
@@ -407,7 +438,6 @@ class Engine(EngineBase):
             request.cached = end
             request.unread += samples
 
-    @ends_engine
     def read(self, *, behind: bool) -> None:
         """Reads the tokens of the launched steps, or of all but the last if `behind`; they can be taken then.
 
@@ -491,8 +521,8 @@ class Engine(EngineBase):
         if token < 0:
             request.finish_reason = "nan"
         else:
+            self._new.append((request, len(request.tokens)))
             request.append(token)
-            self._new.append((request, token))
 
     def _admit(self) -> Request | None:
         """Admits the first waiting request if there is a place and enough blocks, or if preemption can free them.
@@ -513,9 +543,6 @@ class Engine(EngineBase):
             if not self._places or self.block_manager.blocks_to_join(request, prefix, end) > self.pool.num_free:
                 if not self._preempt_for(request, prefix):
                     return None
-            elif prefix.is_offloaded:  # all blocks that can be loaded are on the device then
-                self.cache, loaded = self.block_manager.load(self.cache, request, prefix)
-                self.prefix_stats.loaded += loaded
             else:
                 break
         insort(self.running, request, key=_rank)
@@ -523,10 +550,28 @@ class Engine(EngineBase):
         request.place = self._places.pop()
         self.block_manager.allocate(request, prefix)
         request.cached = request.filled = prefix.tokens
-        self.prefix_stats.tokens += len(request.tokens)
-        self.prefix_stats.found += prefix.tokens
         self.cache = self.block_manager.ensure_writable(self.cache, request, self._reach(request))
+        if prefix.is_offloaded:
+            request.cached, request.filled, request.loading = 0, 0, prefix.tokens
+            self.block_manager.load(self.cache, request, prefix)
+        else:
+            self._count_prefix(request)
         return request
+
+    def _advance_loads(self, *, timeout: float = 0) -> None:
+        """Continues to load blocks for requests that have joined; waits for the disk if there is a timeout."""
+        self.cache, ended = self.block_manager.advance_loads(self.cache, timeout=timeout)
+        for request, loaded in ended.items():
+            if loaded:
+                request.cached, request.filled, request.loading = request.loading, request.loading, 0
+                self.prefix_stats.loaded += loaded
+                self._count_prefix(request)
+            else:
+                self.preempt(request)  # what cannot be loaded is computed
+
+    def _count_prefix(self, request: Request) -> None:
+        self.prefix_stats.tokens += len(request.tokens)
+        self.prefix_stats.found += request.cached
 
     def _preempt_for(self, request: Request, prefix: Prefix) -> bool:
         """Frees the place and the blocks of one running request of lower priority than a waiting one.
@@ -571,7 +616,7 @@ class Engine(EngineBase):
         self.running.remove(request)
         self._places.append(request.place)
         self.block_manager.free(request)
-        request.cached, request.filled, request.drafts, request.place = 0, 0, [], -1
+        request.cached, request.filled, request.loading, request.drafts, request.place = 0, 0, 0, [], -1
 
 
 def _rank(request: Request) -> tuple[int, int]:

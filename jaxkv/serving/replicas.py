@@ -15,7 +15,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.base import OneDevice
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.parallel.expert import DataExpertParallel
-from jaxkv.serving.base import EngineBase, ends_engine
+from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.buckets import Shape
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import Request
@@ -32,7 +32,9 @@ class Replicas(EngineBase):
     If the devices also divide the experts (`DataExpertParallel`), they step together, in one program (`Lockstep`), and
     one process has them all.
 
-    An exception of any kind in a step of one engine ends all of them, as it does for one `Engine`.
+    After an exception of any kind in a step, the next call continues, as it does for one `Engine`.  The others finish
+    their step first.  If the devices step together, all engines are restored, and otherwise only that which raised it.
+    If one of them cannot be restored, all end.
 
     Args:
       model: from `jaxkv.models.load`, with `DataParallel` or `DataExpertParallel`.
@@ -75,6 +77,11 @@ class Replicas(EngineBase):
         self.check_usable()
         next((engine for engine in self.engines if request in engine.unfinished), self.engines[0]).cancel(request)
 
+    @property
+    @override
+    def _streams(self):
+        return [stream for engine in self.engines for stream in engine._streams]
+
     @override
     def check_usable(self):
         if self._ended_by is None:
@@ -86,18 +93,34 @@ class Replicas(EngineBase):
     @override
     def _step(self):
         if self._lockstep is not None:
-            self._new.extend(self._lockstep.step())
+            self._lockstep.step()
         else:
-            for step in [self._threads.submit(engine.step) for engine in self.engines]:
-                self._new.extend(step.result())
+            for step in [self._threads.submit(engine._advance) for engine in self.engines]:
+                step.result()
 
     @override
-    def _release(self, error):
-        self._threads.shutdown(cancel_futures=True)  # waits for steps that other engines are in
+    def _restore(self):
+        self._join_threads()
+        self._threads = ThreadPoolExecutor(len(self.engines))
         for engine in self.engines:
-            engine.end(error)
+            if self._lockstep is not None:
+                engine.changing = True  # one program steps all engines, and donates all caches
+            engine._recover()
+            if engine._ended_by is not None:
+                raise engine._ended_by
 
-    @ends_engine
+    @override
+    def _release(self):
+        self._join_threads()
+        for engine in self.engines:
+            engine._ended_by = self._ended_by
+            engine._release()
+
+    def _join_threads(self) -> None:
+        """Waits for the steps that engines are in."""
+        self._threads.shutdown(cancel_futures=True)
+
+    @restores
     def warm_up(self) -> None:
         """Compiles all programs, so that later steps do not compile."""
         if self._lockstep is not None:
@@ -148,8 +171,8 @@ class Lockstep:
         self._sharding = NamedSharding(mesh, PartitionSpec(axis))
         self._layers = jax.jit(_layers, static_argnames="program", donate_argnames="cache")
 
-    def step(self) -> list[tuple[Request, int]]:
-        """Launches a step of all engines; returns the new tokens of the previous steps with their requests."""
+    def step(self) -> None:
+        """Launches a step of all engines, and reads the tokens of the previous ones."""
         schedules = [engine.schedule() for engine in self._engines]
         if any(schedules):
             shape = self._buckets.fit(*filter(None, schedules))
@@ -159,7 +182,6 @@ class Lockstep:
                     engine.launched(schedule, shape, mine)
         for engine, schedule in zip(self._engines, schedules, strict=True):
             engine.read(behind=schedule is not None)  # without tokens in this step, there is nothing to wait for
-        return [token for engine in self._engines for token in engine.take()]
 
     def warm_up(self) -> None:
         """Compiles all programs, so that later steps do not compile."""

@@ -42,6 +42,8 @@ class Request:
     """The number of leading tokens that have entries in its blocks, including those that a launched step writes."""
     filled: int = field(default=0, init=False)
     """The number of leading tokens whose entries have been written, and are not NaN, as far as the host has read."""
+    loading: int = field(default=0, init=False)
+    """The number of leading tokens whose entries are found, while the blocks are loaded that are not on the device."""
     unread: int = field(default=0, init=False)
     """The number of tokens after `tokens` that launched steps sample, and that the host has not read yet."""
     drafts: list[int] = field(default_factory=list, init=False)
@@ -87,18 +89,23 @@ class Request:
     @property
     def missing(self) -> int:
         """The number of tokens without entries that the next steps process: 1 if the next step decodes, more if it
-        prefills, and 0 if launched steps sample the last of `max_tokens`."""
+        prefills, and 0 if launched steps sample the last of `max_tokens`, or if blocks are being loaded."""
         is_last = self.length == len(self.prompt) + self.max_tokens
-        return 0 if is_last else self.length - self.cached
+        return 0 if is_last or self.loading else self.length - self.cached
 
     def reset(self) -> None:
-        """Forgets what an engine knows of it: its place, its blocks, and the steps that have been launched with it."""
-        self.held, self.cached, self.filled, self.unread, self.drafts, self.place = {}, 0, 0, 0, [], -1
+        """Forgets all but its tokens: its place, its blocks, and the steps that have been launched with it."""
+        self._set_finish_reason()  # it may be missing, if an interrupt came after the last token
+        self.held, self.cached, self.filled, self.loading, self.unread = {}, 0, 0, 0, 0
+        self.drafts, self.place = [], -1
 
     def append(self, token: int) -> None:
         """Appends the next token; sets `finish_reason` if it is a stop token, or the last of `max_tokens`."""
         self.tokens.append(token)
-        if token in self.stop:
+        self._set_finish_reason()
+
+    def _set_finish_reason(self) -> None:
+        if self.generated and self.tokens[-1] in self.stop:
             self.finish_reason = "stop"
         elif len(self.tokens) == len(self.prompt) + self.max_tokens:
             self.finish_reason = "length"

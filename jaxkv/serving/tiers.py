@@ -1,11 +1,13 @@
 """The engine's access to host memory and disk.  Failures there are logged and cost time, but never fail a request."""
 
 import logging
+from collections.abc import Collection
 
 from jaxkv.cache import KVCache
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv.offload import DamagedBlock, HostPool, LoadFailed
+from jaxkv.offload.host import Load
 from jaxkv_kernels.addressing import one_array
 
 _log = logging.getLogger("jaxkv")
@@ -51,26 +53,41 @@ class Tiers:
         if self._pool is None or not contents:
             return
         try:
-            self._pool.store(cache, list(contents.values()), list(contents))
+            self._pool.store(cache, list(contents.values()), list(contents), wait=False)
             self._lost.difference_update(contents)
         except FAILURES as error:
             self._failed("were not stored", len(contents), error)
 
-    def load(self, cache: KVCache, contents: dict[bytes, int]) -> tuple[KVCache, bool]:
-        """Loads blocks, given by key, into the cache, which is donated.
-
-        Returns the cache, and whether the load succeeded.  If it failed, the contents of these blocks are undefined.
-        """
+    def load(self, cache: KVCache, contents: dict[bytes, int]) -> Load:
+        """A load of blocks, given by key, into the cache; to be started."""
         if self._pool is None:
-            return cache, False
-        keys = list(contents)
-        try:
-            return self._pool.load(cache, list(contents.values()), keys), True
-        except FAILURES as error:
-            self._failed("were not loaded; what cannot be read is computed instead", len(contents), error)
-            if all(key in self._pool for key in keys):  # the error does not name the key that failed
-                self._lost.update(keys)
-            return error.cache if isinstance(error, LoadFailed) else cache, False
+            raise ValueError("there is no pool to load from")
+        return Load(self._pool, contents, one_array(cache.buffer).sharding)
+
+    def advance(self, cache: KVCache, loads: Collection[Load], *, timeout: float) -> tuple[KVCache, list[Load]]:
+        """Continues loads, as `Load.advance` does; waits for one of them at most.
+
+        Returns the cache, and the loads that failed.  The contents of their blocks are undefined.
+        """
+        failed = []
+        # Wait for what is on its way to the device rather than for the disk.
+        awaited = max(loads, key=lambda load: load.in_flight > 0) if loads and timeout else None
+        for load in sorted(loads, key=lambda load: load is awaited):
+            others = sum(other.in_flight for other in loads if other is not load)
+            try:
+                cache = load.advance(cache, others=others, timeout=timeout if load is awaited else 0)
+            except LoadFailed as error:
+                self._failed("were not loaded; what cannot be read is computed instead", len(load.contents), error)
+                cache = error.cache
+                if all(key in self for key in load.contents):  # the error does not name the key that failed
+                    self._lost.update(load.contents)
+                failed.append(load)
+        return cache, failed
+
+    def drop_failed_stores(self) -> None:
+        """Waits for the stores in flight; removes from the pool what a failed program has computed."""
+        if self._pool is not None:
+            self._pool.drop_failed_stores()
 
     def _failed(self, what: str, count: int, error: Exception) -> None:
         self.failures += 1

@@ -133,14 +133,14 @@ def test_the_default_block_size_is_divided_evenly():
 
 
 @pytest.mark.ci
-def test_where_a_replica_raises_all_end(monkeypatch):
-    """The others finish their step first, so that they do not change while their blocks are released."""
+def test_where_a_replica_raises_all_continue(monkeypatch):
+    """The others finish their step first, and its tokens are not lost."""
     served = serving.Replicas(
         load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64, max_num_batched_tokens=132
     )
-    prompts = [prompt[:20] for prompt, _ in recorded(SMALL)[1:3]]
-    requests = [served.submit(prompt, max_tokens=3) for prompt in prompts]
-    served.step()
+    prompts, right = zip(*recorded(SMALL)[1:3], strict=True)
+    requests = [served.submit(prompt, max_tokens=4, stop=()) for prompt in prompts]
+    stream = [*served.step(), *served.step()]
     broken, healthy = served.engines
     release, steps = threading.Event(), []
 
@@ -153,33 +153,46 @@ def test_where_a_replica_raises_all_end(monkeypatch):
         release.set()
         raise ZeroDivisionError
 
-    monkeypatch.setattr(healthy, "batches", slow)
-    monkeypatch.setattr(broken, "read", failing)
-    with pytest.raises(ZeroDivisionError) as raised:
-        served.step()
+    with monkeypatch.context() as patch:
+        patch.setattr(healthy, "batches", slow)
+        patch.setattr(broken, "read", failing)
+        with pytest.raises(ZeroDivisionError):
+            served.step()
     assert steps
-    assert served.waiting == requests
-    for engine in served.engines:
-        assert engine.pool.num_free == 20
-        assert not engine.running
-    calls = served.step, served.run, served.warm_up, lambda: served.submit([1]), lambda: served.cancel(requests[0])
-    for call in (*calls, healthy.step, broken.run):
-        with pytest.raises(
-            RuntimeError, match="this engine has ended, because a step raised ZeroDivisionError"
-        ) as found:
-            call()
-        assert found.value.__cause__ is raised.value
+    assert served.waiting == [requests[0]]
+    assert healthy.running == [requests[1]]
+    assert broken.pool.num_free == 20
+    stream += served.run()
+    for request, tokens in zip(requests, right, strict=True):
+        assert request.generated == tokens[:4]
+        assert [token for owner, token in stream if owner is request] == tokens[:4]
 
 
-def test_a_replica_that_ends_outside_a_step_ends_all():
+def test_a_replica_that_ends_ends_all(monkeypatch):
     served = serving.Replicas(load(SMALL, data(2)), num_blocks=20, block_size=BLOCK, max_requests=4, chunk=64)
     request = served.submit([3, 1, 4])
-    served.engines[1].end(KeyboardInterrupt())
-    with pytest.raises(RuntimeError, match="this engine has ended, because a step raised KeyboardInterrupt"):
-        served.submit([3, 1, 4])
+    cause = RuntimeError("the device is lost")
+
+    def failing(*args, **kwargs):
+        raise cause
+
+    monkeypatch.setattr(served.engines[0], "schedule", interrupted)
+    monkeypatch.setattr(served.engines[0], "_allocate", failing)
+    with pytest.raises(KeyboardInterrupt):
+        served.step()
     assert served.waiting == [request]
-    with pytest.raises(RuntimeError, match="this engine has ended"):
-        served.engines[0].step()
+    calls = served.step, served.run, served.warm_up, lambda: served.submit([1]), lambda: served.cancel(request)
+    for call in (*calls, *(engine.step for engine in served.engines)):
+        with pytest.raises(RuntimeError, match=r"this engine has ended, .*: RuntimeError: the device is") as found:
+            call()
+        assert found.value.__cause__ is cause
+    for engine in served.engines:
+        assert engine.pool.num_free == 20
+        assert engine.cache.buffer.is_deleted()
+
+
+def interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
 
 
 def step(model, cache, prompts, blocks, columns=64):

@@ -364,12 +364,17 @@ def test_an_interrupted_load_gives_its_blocks_back(monkeypatch):
     def interrupted(*args):
         raise KeyboardInterrupt
 
+    request = served.submit(range(20), max_tokens=1)
     with monkeypatch.context() as patch:
-        patch.setattr(host, "load", interrupted)
-        served.submit(range(20), max_tokens=1)
+        patch.setattr(transfers, "to_device", interrupted)
         with pytest.raises(KeyboardInterrupt):
             served.step()
     assert served.pool.num_free == served.pool.num_blocks
+    assert not any(host._held.maps)
+    for _ in served.run():
+        pass
+    assert request.generated == right(tuple(range(20)), 1)
+    assert served.prefix_stats.loaded == 20
 
 
 def test_anything_but_a_host_pool_is_rejected(tmp_path):
