@@ -43,9 +43,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ids", dest="prompts", action="append", type=_ids, metavar="IDS", help=ids)
     parser.add_argument("--max-tokens", type=positive, default=64, help="tokens to generate for each prompt (64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the most likely token (0)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw from the most likely tokens that have this total probability (1)"
-    )
+    text = "draw from so many most likely tokens (0: all)"
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help=text)
+    text = "draw from the most likely tokens that have this total probability (1)"
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=text)
+    text = "draw from tokens of at least this fraction of the probability of the most likely one (0)"
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help=text)
     seeds = "seed of the first prompt (0); each further prompt has the next seed"
     parser.add_argument("--seed", type=seed, default=0, help=seeds)
     parser.add_argument("--ignore-eos", action="store_true", help="continue after the checkpoint's end-of-text tokens")
@@ -69,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
     encode, stream = _tokenizer(Path(args.model))
     calibrating = None if args.calibrate is None else _lines(args, encode)
     prompts = [encode(prompt) for prompt in args.prompts]
-    samplings = [models.Sampling(args.temperature, args.top_p, args.seed + n) for n in range(len(prompts))]
+    filters = {"top_k": args.top_k, "top_p": args.top_p, "min_p": args.min_p}
+    samplings = [models.Sampling(args.temperature, seed=args.seed + n, **filters) for n in range(len(prompts))]
     implementation = tuple(args.implementation) if args.implementation else None
     model = models.load(
         args.model,

@@ -30,12 +30,10 @@ from jaxkv.serving.drafts import MTP, AcceptanceStats, verify_and_draft
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
 from jaxkv.serving.request import Request, stop_tokens, token_ids
-from jaxkv.serving.step_inputs import NOTHING, Choices, InputBatch, Schedule, Span
+from jaxkv.serving.step_inputs import GREEDY, NOTHING, Choices, InputBatch, Schedule, Span
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
 from jaxkv_kernels.addressing import one_array
-
-GREEDY = Sampling()
 
 
 @dataclass

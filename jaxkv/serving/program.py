@@ -28,8 +28,7 @@ def likeliest(logits, last, choices: Choices) -> tuple[jax.Array, jax.Array]:
 def draw(logits, last, choices: Choices) -> tuple[jax.Array, jax.Array]:
     """The same with tokens that are drawn at random in rows whose temperature is not 0."""
     # The position of the next token is the length so far, so its random numbers do not depend on the step or the row.
-    options = choices.temperature, choices.top_p, choices.seeds, choices.lengths
-    return _kept(sampling.draw(logits, *options), last, choices)
+    return _kept(sampling.draw(logits, choices.sampling, choices.lengths), last, choices)
 
 
 def _kept(tokens, last, choices: Choices) -> tuple[jax.Array, jax.Array]:

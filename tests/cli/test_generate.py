@@ -325,7 +325,8 @@ def test_drawn_tokens_are_those_of_the_seed(capsys):
     first = drawn("--seed", "1", "--top-p", "0.9")
     assert first == drawn("--seed", "1", "--top-p", "0.9")
     assert first != drawn("--seed", "2", "--top-p", "0.9")
-    assert drawn("--top-p", "1e-6") == drawn("--temperature", "0")
+    for one in (("--top-p", "1e-6"), ("--top-k", "1"), ("--min-p", "1")):
+        assert drawn(*one) == drawn("--temperature", "0")
 
 
 def test_logits_that_are_nan_are_reported(monkeypatch, capsys):
@@ -377,6 +378,8 @@ def test_scales_are_found_with_the_prompts_of_a_file(tmp_path, monkeypatch, caps
         (("--ids", "1", "--max-tokens", "600"), "600 entries: a request's table holds 512 and the cache 512"),
         (("--ids", "1", "--temperature", "-1"), "`temperature` is -1.0"),
         (("--ids", "1", "--top-p", "0"), "`top_p` is 0.0"),
+        (("--ids", "1", "--top-k", "-1"), "`top_k` is -1"),
+        (("--ids", "1", "--min-p", "2"), "`min_p` is 2.0"),
         (("--ids", "1", "--implementation", "mosaic_gpu"), "mosaic_gpu"),
         (("--ids", "1", "--seed", "4294967295", "--ids", "2"), "`seed` is 4294967296"),
     ],

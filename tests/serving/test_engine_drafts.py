@@ -77,7 +77,7 @@ def predictable():
     return models.Model(params, model.config, model.entry_format)
 
 
-SAMPLED = [models.Sampling(0.1, 0.9, seed) for seed in range(3)]
+SAMPLED = [models.Sampling(0.1, 0.9, seed, top_k=30, min_p=0.01) for seed in range(3)]
 
 
 @pytest.mark.parametrize("samplings", [slow(None), further(SAMPLED)], ids=["greedy", "sampled"])
