@@ -9,7 +9,7 @@ from jaxkv.serving.drafts import MTP, AcceptanceStats
 from jaxkv.serving.engine import Engine, HostTime
 from jaxkv.serving.prefix import PrefixCacheStats
 from jaxkv.serving.replicas import Replicas
-from jaxkv.serving.request import Request
+from jaxkv.serving.request import Request, TokenLogprobs
 
 __all__ = [
     "MTP",
@@ -19,4 +19,5 @@ __all__ = [
     "PrefixCacheStats",
     "Replicas",
     "Request",
+    "TokenLogprobs",
 ]

@@ -34,6 +34,7 @@ from jaxkv.serving.step_inputs import GREEDY, NOTHING, Choices, InputBatch, Sche
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
 from jaxkv_kernels.addressing import one_array
+from jaxkv_kernels.integers import as_int
 
 
 @dataclass
@@ -201,11 +202,13 @@ class Engine(EngineBase):
         self.last = jax.device_put(jnp.zeros(self.max_requests, jnp.int32), _replicated(self.cache.buffer.sharding))
         """The last sampled token of every running request, on the device."""
         self._launched: deque[tuple[Any, dict[int, Span]]] = deque()
-        """Steps whose tokens have not been read: the sampled tokens or what drafts found, and the span of each row."""
+        """Steps whose tokens have not been read: the sampled tokens and their log probabilities (None if no request
+        asked for them), or what drafts found; and the span of each row."""
         # The cache is donated, so that it is updated in place.
         self.program = program.run_layers if drafts is None else verify_and_draft
         self._layers = jax.jit(self.program, donate_argnames="cache", compiler_options=model.compiler_options)
         self._samplers = [jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)]
+        self._logprobs = jax.jit(program.logprobs)
 
     def submit(
         self,
@@ -215,6 +218,7 @@ class Engine(EngineBase):
         sampling: Sampling = GREEDY,
         stop: Collection[int] | None = None,
         priority: int = 0,
+        logprobs: int | None = None,
     ) -> Request:
         """Queues a request.
 
@@ -226,6 +230,10 @@ class Engine(EngineBase):
             checkpoint (`model.config.stop_tokens`); a warning if it states none.
           priority: requests of higher priority join first.  If no row or too few blocks are free, they preempt running
             requests of lower priority.
+          logprobs: for how many most likely tokens, 0 to 20, `Request.logprobs` has the log probabilities at the
+            position of each generated token, beside that of the token itself.  They are those of the model, before
+            temperature and filters.  Steps with such requests run one more program.  It is compiled when it is first
+            needed, for each number of rows.  Default: none.
 
         Returns:
           The request.  `step` and `run` append its tokens.
@@ -234,7 +242,7 @@ class Engine(EngineBase):
           RuntimeError: an exception has ended the engine.
           TypeError: a token id (of `prompt`, `stop`) or `priority` is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens`, it
-            would exceed the block table or the cache.
+            would exceed the block table or the cache.  `logprobs` is out of range, or the engine has `drafts`.
         """
         self.check_usable()
         vocabulary = self.model.config.vocab_size
@@ -254,12 +262,25 @@ class Engine(EngineBase):
             )
         if not isinstance(sampling, Sampling):
             raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
+        if logprobs is not None:
+            logprobs = self._checked_logprobs(logprobs)
         stop = stop_tokens(stop, self.model.config.stop_tokens)
         self._submitted += 1
-        options = {"priority": operator.index(priority), "number": self._submitted}
+        options = {"priority": operator.index(priority), "number": self._submitted, "num_logprobs": logprobs}
         request = Request(prompt, max_tokens, sampling, stop, **options)
         insort(self.waiting, request, key=_rank)
         return request
+
+    def _checked_logprobs(self, logprobs: int) -> int:
+        count = as_int(logprobs)
+        if count is None or not 0 <= count <= program.MAX_LOGPROBS:
+            raise ValueError(f"`logprobs` is {logprobs!r}: expected None, or an int, 0 to {program.MAX_LOGPROBS}")
+        if self.drafts is not None:
+            raise ValueError(
+                f"`logprobs` is {logprobs}, and the engine has `drafts`, whose program verifies and drafts at once and "
+                "returns no logits: expected None, or make the engine without drafts"
+            )
+        return count
 
     def cancel(self, request: Request) -> None:
         """Ends a waiting or running request and frees its blocks.
@@ -397,7 +418,9 @@ class Engine(EngineBase):
         if self.drafts is None:
             greedy = all(span.request.sampling.temperature == 0 for span in rows.values())
             likeliest, draw = self._samplers
-            found = self._sample(likeliest if greedy else draw, found, rows)
+            tokens = self._sample(likeliest if greedy else draw, found, rows)
+            asked = any(span.samples and span.request.num_logprobs is not None for span in rows.values())
+            found = tokens, self._logprobs(found, tokens) if asked else None
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
         self._launched.append((found, rows))
@@ -456,7 +479,12 @@ class Engine(EngineBase):
             if request.finish_reason:
                 continue  # it was cancelled or ended after this step was launched
             if self.drafts is None:
-                self._append(span, [found[row]])
+                tokens, logprobs = found
+                if span.samples and request.num_logprobs is not None and tokens[row] >= 0:
+                    # In place of one that an interrupted read may have left without its token.
+                    new = len(request.tokens) - len(request.prompt)
+                    request.logprobs[new:] = [logprobs.of_row(row, request.num_logprobs)]
+                self._append(span, [tokens[row]])
                 continue
             accepted, columns = found.accepted[row], len(found.sampled[row])
             first = columns - 1 - len(span.drafts)

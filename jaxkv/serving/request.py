@@ -4,6 +4,7 @@ import operator
 import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxkv.models.sampling import Sampling
 
@@ -23,6 +24,18 @@ class Held:
     """Blocks before this one have expired."""
 
 
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the probabilities of tokens at the position of a generated token.
+
+    They are those of the model, before temperature and filters (vLLM's `raw_logprobs`).
+    """
+
+    logprob: float
+    """Of the generated token."""
+    top: list[tuple[int, float]]
+    """The most likely tokens, and the logarithm of each, in descending order.  They may include the generated token."""
+
+
 @dataclass(eq=False)
 class Request:
     """One prompt and its continuation.  Made by `Engine.submit`; only the engine changes it."""
@@ -34,8 +47,12 @@ class Request:
     priority: int = 0
     number: int = 0
     """Counts the requests of an engine."""
+    num_logprobs: int | None = None
+    """For how many most likely tokens `logprobs` has entries; None for no `logprobs`."""
     tokens: list[int] = field(init=False)
     """The prompt and the generated tokens."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    """For each generated token, if `num_logprobs` is not None."""
     held: dict[str, Held] = field(default_factory=dict, init=False)
     """Its blocks, by the name of their table."""
     cached: int = field(default=0, init=False)
