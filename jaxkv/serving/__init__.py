@@ -6,15 +6,17 @@ token with its request from `run`.
 """
 
 from jaxkv.serving.drafts import MTP, AcceptanceStats
-from jaxkv.serving.engine import Engine, HostTime
+from jaxkv.serving.engine import Engine
 from jaxkv.serving.prefix import PrefixCacheStats
 from jaxkv.serving.replicas import Replicas
 from jaxkv.serving.request import Request, TokenLogprobs
+from jaxkv.serving.stats import EngineStats, HostTime
 
 __all__ = [
     "MTP",
     "AcceptanceStats",
     "Engine",
+    "EngineStats",
     "HostTime",
     "PrefixCacheStats",
     "Replicas",

@@ -5,7 +5,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, override
 
@@ -30,34 +30,12 @@ from jaxkv.serving.drafts import MTP, AcceptanceStats, verify_and_draft
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
 from jaxkv.serving.request import Request, stop_tokens, token_ids
+from jaxkv.serving.stats import EngineStats, HostTime
 from jaxkv.serving.step_inputs import GREEDY, NOTHING, Choices, InputBatch, Schedule, Span
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
 from jaxkv_kernels.addressing import one_array
 from jaxkv_kernels.integers import as_int
-
-
-@dataclass
-class HostTime:
-    """How the host spends the time of steps."""
-
-    steps: int = 0
-    """Calls of `step`, and those that `run` makes."""
-    seconds: float = 0.0
-    """The time of these calls."""
-    waited: float = 0.0
-    """The part of it in which the host waited for tokens from the device."""
-
-    @property
-    def busy_ms(self) -> float:
-        """Milliseconds per step in which the host schedules, launches and reads.  The device works meanwhile, unless
-        this takes longer than its step."""
-        return 1e3 * (self.seconds - self.waited) / max(self.steps, 1)
-
-    @property
-    def step_ms(self) -> float:
-        """Milliseconds per step."""
-        return 1e3 * self.seconds / max(self.steps, 1)
 
 
 class Engine(EngineBase):
@@ -299,7 +277,7 @@ class Engine(EngineBase):
 
     @ends_engine
     def _cancel(self, request: Request) -> None:
-        request.finish_reason = "cancelled"
+        request.finish("cancelled")
         if request in self.waiting:
             self.waiting.remove(request)
         else:
@@ -309,6 +287,19 @@ class Engine(EngineBase):
     @override
     def unfinished(self):
         return [*self.running, *self.waiting]
+
+    @property
+    def stats(self) -> EngineStats:
+        """Numbers of the engine, now.  May be read at any time, also while another thread steps the engine."""
+        return EngineStats(
+            waiting=len(self.waiting),
+            running=len(self.running),
+            num_blocks=self.pool.num_blocks,
+            free_blocks=self.pool.num_free,
+            prefix=replace(self.prefix_stats),
+            acceptance=replace(self.acceptance),
+            host_time=replace(self.host_time),
+        )
 
     @override
     def _step(self):
@@ -515,7 +506,7 @@ class Engine(EngineBase):
         if request.finish_reason:
             return
         if token < 0:
-            request.finish_reason = "nan"
+            request.finish("nan")
         else:
             request.append(token)
             self._new.append((request, token))

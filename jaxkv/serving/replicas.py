@@ -19,6 +19,7 @@ from jaxkv.serving.base import EngineBase, ends_engine
 from jaxkv.serving.buckets import Shape
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import Request
+from jaxkv.serving.stats import EngineStats
 from jaxkv.serving.step_inputs import NOTHING, Schedule
 
 
@@ -64,6 +65,11 @@ class Replicas(EngineBase):
     @override
     def unfinished(self):
         return [request for engine in self.engines for request in engine.unfinished]
+
+    @property
+    def stats(self) -> EngineStats:
+        """Numbers of all engines together, now.  May be read at any time, also while another thread steps them."""
+        return EngineStats.total([engine.stats for engine in self.engines])
 
     def submit(self, prompt: Sequence[int], **options) -> Request:
         """Queues a request; arguments, result and errors are those of `Engine.submit`."""

@@ -4,6 +4,7 @@ import operator
 import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from time import perf_counter
 from typing import NamedTuple
 
 from jaxkv.models.sampling import Sampling
@@ -65,12 +66,19 @@ class Request:
     """Drafts of the tokens after `tokens`, for the next step to verify."""
     place: int = field(default=-1, init=False)
     """Where its last token is kept on the device while it runs."""
+    arrival_time: float = field(init=False)
+    """When it was submitted, in seconds of `time.perf_counter`."""
+    first_token_time: float | None = field(default=None, init=False)
+    """When the host read its first generated token, in seconds of `time.perf_counter`; None before."""
+    finish_time: float | None = field(default=None, init=False)
+    """When it ended, in seconds of `time.perf_counter`; None before."""
     finish_reason: str | None = field(default=None, init=False)
     """None while it waits or runs; then "stop" (its last token is a stop token), "length", "cancelled", or "nan" (its
-    logits are NaN)."""
+    logits are NaN).  It stays None if an exception ends the engine, because another engine can continue the request."""
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
+        self.arrival_time = perf_counter()
 
     @property
     def blocks(self) -> list[int]:
@@ -113,12 +121,19 @@ class Request:
         self.held, self.cached, self.filled, self.unread, self.drafts, self.place = {}, 0, 0, 0, [], -1
 
     def append(self, token: int) -> None:
-        """Appends the next token; sets `finish_reason` if it is a stop token, or the last of `max_tokens`."""
+        """Appends the next token; ends the request if it is a stop token, or the last of `max_tokens`."""
+        if self.first_token_time is None:
+            self.first_token_time = perf_counter()
         self.tokens.append(token)
         if token in self.stop:
-            self.finish_reason = "stop"
+            self.finish("stop")
         elif len(self.tokens) == len(self.prompt) + self.max_tokens:
-            self.finish_reason = "length"
+            self.finish("length")
+
+    def finish(self, reason: str) -> None:
+        """Ends the request."""
+        self.finish_time = perf_counter()
+        self.finish_reason = reason
 
 
 def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:

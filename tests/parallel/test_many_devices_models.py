@@ -113,6 +113,7 @@ def test_replicas():
     served.warm_up()
     requests = [served.submit([3, 1, 4], max_tokens=2) for _ in range(4)]
     assert [len(engine.waiting) for engine in served.engines] == [2, 2]
+    assert (served.stats.waiting, served.stats.num_blocks, served.stats.free_blocks) == (4, 40, 40)
     served.cancel(requests[3])
     stream = list(served.run())
     assert [len([token for owner, token in stream if owner is request]) for request in requests] == [2, 2, 2, 0]
