@@ -2,9 +2,10 @@
 
 With `drafts=MTP()`, it verifies drafts of the model's MTP layer, and a step may add several tokens to a request.
 `Replicas` runs one engine per device under data parallelism.  Both return a `Request` from `submit`, and yield each new
-token with its request from `run`.
+token with its request from `run`.  `AsyncEngine` runs either in a thread, for requests of any threads and event loops.
 """
 
+from jaxkv.serving.async_engine import AsyncEngine, Stream
 from jaxkv.serving.drafts import MTP, AcceptanceStats
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.prefix import PrefixCacheStats
@@ -15,11 +16,13 @@ from jaxkv.serving.stats import EngineStats, HostTime
 __all__ = [
     "MTP",
     "AcceptanceStats",
+    "AsyncEngine",
     "Engine",
     "EngineStats",
     "HostTime",
     "PrefixCacheStats",
     "Replicas",
     "Request",
+    "Stream",
     "TokenLogprobs",
 ]

@@ -188,7 +188,8 @@ class Engine(EngineBase):
         self._samplers = [jax.jit(sample, donate_argnames="last") for sample in (program.likeliest, program.draw)]
         self._logprobs = jax.jit(program.logprobs)
 
-    def submit(
+    @override
+    def new_request(  # type: ignore[override]  # as a dict of RequestOptions may have further keys
         self,
         prompt: Sequence[int],
         *,
@@ -198,7 +199,7 @@ class Engine(EngineBase):
         priority: int = 0,
         logprobs: int | None = None,
     ) -> Request:
-        """Queues a request.
+        """Makes a request, which `submit` queues.
 
         Args:
           prompt: token ids, at least one.
@@ -213,16 +214,11 @@ class Engine(EngineBase):
             temperature and filters.  Steps with such requests run one more program.  It is compiled when it is first
             needed, for each number of rows.  Default: none.
 
-        Returns:
-          The request.  `step` and `run` append its tokens.
-
         Raises:
-          RuntimeError: an exception has ended the engine.
           TypeError: a token id (of `prompt`, `stop`) or `priority` is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens`, it
             would exceed the block table or the cache.  `logprobs` is out of range, or the engine has `drafts`.
         """
-        self.check_usable()
         vocabulary = self.model.config.vocab_size
         prompt = token_ids("prompt", prompt)
         outside = [token for token in prompt if not 0 <= token < vocabulary]
@@ -243,11 +239,14 @@ class Engine(EngineBase):
         if logprobs is not None:
             logprobs = self._checked_logprobs(logprobs)
         stop = stop_tokens(stop, self.model.config.stop_tokens)
+        return Request(prompt, max_tokens, sampling, stop, operator.index(priority), num_logprobs=logprobs)
+
+    @override
+    def add(self, request):
+        self.check_usable()
         self._submitted += 1
-        options = {"priority": operator.index(priority), "number": self._submitted, "num_logprobs": logprobs}
-        request = Request(prompt, max_tokens, sampling, stop, **options)
+        request.number = self._submitted
         insort(self.waiting, request, key=_rank)
-        return request
 
     def _checked_logprobs(self, logprobs: int) -> int:
         count = as_int(logprobs)
@@ -260,6 +259,7 @@ class Engine(EngineBase):
             )
         return count
 
+    @override
     def cancel(self, request: Request) -> None:
         """Ends a waiting or running request and frees its blocks.
 
@@ -289,8 +289,8 @@ class Engine(EngineBase):
         return [*self.running, *self.waiting]
 
     @property
-    def stats(self) -> EngineStats:
-        """Numbers of the engine, now.  May be read at any time, also while another thread steps the engine."""
+    @override
+    def stats(self):
         return EngineStats(
             waiting=len(self.waiting),
             running=len(self.running),

@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import NamedTuple
+from typing import NamedTuple, TypedDict
 
 from jaxkv.models.sampling import Sampling
 
@@ -25,6 +25,16 @@ class Held:
     """Blocks before this one have expired."""
 
 
+class RequestOptions(TypedDict, total=False):
+    """The options of a request; `Engine.new_request` describes them."""
+
+    max_tokens: int
+    sampling: Sampling
+    stop: Collection[int] | None
+    priority: int
+    logprobs: int | None
+
+
 class TokenLogprobs(NamedTuple):
     """Natural logarithms of the probabilities of tokens at the position of a generated token.
 
@@ -39,7 +49,7 @@ class TokenLogprobs(NamedTuple):
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its continuation.  Made by `Engine.submit`; only the engine changes it."""
+    """One prompt and its continuation.  Made by `submit` of an engine, which alone changes it."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -47,7 +57,7 @@ class Request:
     stop: frozenset[int]
     priority: int = 0
     number: int = 0
-    """Counts the requests of an engine."""
+    """Counts the requests of an engine, in the order in which they were queued."""
     num_logprobs: int | None = None
     """For how many most likely tokens `logprobs` has entries; None for no `logprobs`."""
     tokens: list[int] = field(init=False)
@@ -67,7 +77,7 @@ class Request:
     place: int = field(default=-1, init=False)
     """Where its last token is kept on the device while it runs."""
     arrival_time: float = field(init=False)
-    """When it was submitted, in seconds of `time.perf_counter`."""
+    """When it was made, in seconds of `time.perf_counter`."""
     first_token_time: float | None = field(default=None, init=False)
     """When the host read its first generated token, in seconds of `time.perf_counter`; None before."""
     finish_time: float | None = field(default=None, init=False)

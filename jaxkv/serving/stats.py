@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from jaxkv.serving.drafts import AcceptanceStats
 from jaxkv.serving.prefix import PrefixCacheStats
@@ -55,7 +56,7 @@ class EngineStats:
         return _sum(parts)
 
 
-def _sum(parts):
+def _sum(parts: Sequence[Any]) -> Any:
     first = parts[0]
     if not is_dataclass(first):
         return sum(parts)

@@ -125,6 +125,10 @@ def test_replicas():
     assert next(stream)[0] is requests[0]
     served.cancel(requests[1])
     assert requests[1] not in [request for request, _ in stream]
+    with serving.AsyncEngine(served) as threaded:
+        streams = [threaded.submit([3, 1, 4], max_tokens=4) for _ in range(3)]
+        assert [list(stream) for stream in streams] == 3 * [requests[0].generated]
+        assert threaded.stats.running == 0
 
 
 def test_the_default_block_size_is_divided_evenly():
