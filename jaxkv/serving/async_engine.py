@@ -75,7 +75,7 @@ class AsyncEngine:
                     "this AsyncEngine is closed, or its engine has ended: make a new one"
                 ) from self._error
             self._commands.put(partial(self._add, channel))
-        return Stream(channel, partial(self._commands.put, partial(self._cancel, channel)))
+        return Stream(channel, lambda reason: self._commands.put(partial(self._cancel, channel, reason)))
 
     @property
     def stats(self) -> EngineStats:
@@ -134,15 +134,15 @@ class AsyncEngine:
         self._channels[channel.request] = channel
         self._engine.add(channel.request)
 
-    def _cancel(self, channel: "_Channel") -> None:
+    def _cancel(self, channel: "_Channel", finish_reason: str) -> None:
         if channel.request in self._channels:  # else it has ended
-            self._engine.cancel(channel.request)
+            self._engine.cancel(channel.request, finish_reason=finish_reason)
             _wake(self._channels.pop(channel.request).end())
 
     def _stop(self) -> None:
         self._running = False
         for channel in list(self._channels.values()):
-            self._cancel(channel)
+            self._cancel(channel, "cancelled")
 
 
 class Stream:
@@ -157,17 +157,21 @@ class Stream:
       request: the request, whose `finish_reason` is set when the stream ends, and before its last token is returned.
     """
 
-    def __init__(self, channel: "_Channel", cancel: Callable[[], None]):
+    def __init__(self, channel: "_Channel", cancel: Callable[[str], None]):
         self.request = channel.request
-        self._channel = channel
-        self._cancelled = weakref.finalize(self, cancel)  # runs once
+        self._channel, self._cancel = channel, cancel
+        self._dropped = weakref.finalize(self, cancel, "cancelled")
 
-    def cancel(self) -> None:
+    def cancel(self, *, finish_reason: str = "cancelled") -> None:
         """Ends the request after the step that the engine is in, unless it has ended; does not wait for it.
 
-        The stream ends then, after tokens that have come in the meantime.
+        The stream ends then, after tokens that have come in the meantime.  Further calls have no effect.
+
+        Args:
+          finish_reason: the request's `finish_reason` then, for example "stop" if its text contains a stop string.
         """
-        self._cancelled()
+        if self._dropped.detach():
+            self._cancel(finish_reason)
 
     def __iter__(self) -> "Stream":
         return self

@@ -73,8 +73,8 @@ class EngineBase(ABC):
         return request
 
     @abstractmethod
-    def cancel(self, request: Request) -> None:
-        """Ends a waiting or running request; errors are those of `Engine.cancel`."""
+    def cancel(self, request: Request, *, finish_reason: str = "cancelled") -> None:
+        """Ends a waiting or running request; arguments and errors are those of `Engine.cancel`."""
 
     @abstractmethod
     def _step(self) -> None:
@@ -118,7 +118,7 @@ class EngineBase(ABC):
         while True:
             while self._new:
                 request, token = self._new.popleft()
-                if request.finish_reason != "cancelled":  # the caller may have cancelled it since the token was read
+                if not request.cancelled:  # the caller may have cancelled it since the token was read
                     yield request, token
             self.check_usable()
             if not self.unfinished:
@@ -127,7 +127,7 @@ class EngineBase(ABC):
 
     def take(self) -> list[tuple[Request, int]]:
         """Removes and returns the tokens of `_new`, without those of cancelled requests."""
-        new = [(request, token) for request, token in self._new if request.finish_reason != "cancelled"]
+        new = [(request, token) for request, token in self._new if not request.cancelled]
         self._new.clear()
         return new
 

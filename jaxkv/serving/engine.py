@@ -260,11 +260,15 @@ class Engine(EngineBase):
         return count
 
     @override
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Request, *, finish_reason: str = "cancelled") -> None:
         """Ends a waiting or running request and frees its blocks.
 
         `run` yields no further tokens of it.  Tokens that the last call of `step` returned are still in
         `request.generated`; those that the device has sampled since then are discarded.
+
+        Args:
+          request: of this engine.
+          finish_reason: the request's `finish_reason` then, for example "stop" if its text contains a stop string.
 
         Raises:
           RuntimeError: an exception has ended the engine.
@@ -273,11 +277,12 @@ class Engine(EngineBase):
         self.check_usable()
         if request not in self.waiting and request not in self.running:
             raise ValueError(f"`request` neither waits nor runs: it ended with {request.finish_reason!r}")
-        self._cancel(request)
+        self._cancel(request, finish_reason)
 
     @ends_engine
-    def _cancel(self, request: Request) -> None:
-        request.finish("cancelled")
+    def _cancel(self, request: Request, finish_reason: str) -> None:
+        request.cancelled = True
+        request.finish(finish_reason)
         if request in self.waiting:
             self.waiting.remove(request)
         else:

@@ -81,9 +81,10 @@ class Replicas(EngineBase):
         min(self.engines, key=_load).add(request)
 
     @override
-    def cancel(self, request):
+    def cancel(self, request, *, finish_reason="cancelled"):
         self.check_usable()
-        next((engine for engine in self.engines if request in engine.unfinished), self.engines[0]).cancel(request)
+        engine = next((engine for engine in self.engines if request in engine.unfinished), self.engines[0])
+        engine.cancel(request, finish_reason=finish_reason)
 
     @override
     def check_usable(self):

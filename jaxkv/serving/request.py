@@ -83,8 +83,11 @@ class Request:
     finish_time: float | None = field(default=None, init=False)
     """When it ended, in seconds of `time.perf_counter`; None before."""
     finish_reason: str | None = field(default=None, init=False)
-    """None while it waits or runs; then "stop" (its last token is a stop token), "length", "cancelled", or "nan" (its
-    logits are NaN).  It stays None if an exception ends the engine, because another engine can continue the request."""
+    """None while it waits or runs; then "stop" (its last token is a stop token), "length", "nan" (its logits are NaN),
+    or the reason that was passed to `cancel`, by default "cancelled".  It stays None if an exception ends the engine,
+    because another engine can continue the request."""
+    cancelled: bool = field(default=False, init=False)
+    """Whether `cancel` has ended it.  Nothing returns further tokens of it then."""
 
     def __post_init__(self):
         self.tokens = list(self.prompt)

@@ -122,12 +122,14 @@ class TestConsumersThatGoAway:
         stream = served.submit(prompt(7), max_tokens=LONG)
         steps.allow(FIRST)
         found = [next(stream)]
-        stream.cancel()
+        stream.cancel(finish_reason="stop")
         stream.cancel()
         steps.allow()
         found += list(stream)
-        assert found == stream.request.generated
-        self.check_cancelled(paused, stream.request)
+        assert found == stream.request.generated == right(prompt(7), LONG)[: len(found)]
+        assert (stream.request.finish_reason, stream.request.cancelled) == ("stop", True)
+        del stream
+        assert list(served.submit(prompt(5), max_tokens=3)) == right(prompt(5), 3)
 
     def test_dropped_streams(self, paused):
         served, steps = paused

@@ -212,10 +212,11 @@ class TestCancel:
             if request is requests[0] and len(request.generated) == 4:
                 cancelled[requests[1]] = served.cancel(requests[1])
             if request is requests[2] and request not in cancelled:
-                cancelled[request] = served.cancel(request)
+                cancelled[request] = served.cancel(request, finish_reason="stop")
         assert len(cancelled) == 2
         assert not late
-        assert [request.finish_reason for request in requests] == ["length", "cancelled", "cancelled"]
+        assert [request.finish_reason for request in requests] == ["length", "cancelled", "stop"]
+        assert [request.cancelled for request in requests] == [False, True, True]
         assert requests[0].generated == right(requests[0].prompt, 8)
 
 
