@@ -122,7 +122,8 @@ class AsyncEngine:
     def _step(self) -> None:
         waiters = []
         for request, token in self._engine.step():
-            waiters += self._channels[request].put(token)
+            if channel := self._channels.get(request):  # else it ended before, in a `run` that was left
+                waiters += channel.put(token)
         for request in [request for request in self._channels if request.finish_reason is not None]:
             waiters += self._channels.pop(request).end()
         _wake(waiters)
@@ -252,11 +253,7 @@ class _Channel:
 
 
 def _wake(waiters: Iterable[_Waiter]) -> None:
-    """Wakes consumers.
-
-    Those of an event loop are woken by one call, which writes to a socket.  One call for each would cost the thread
-    more than the rest: with 256 streams, 47 us of CPU time per token instead of 13.
-    """
+    """Wakes consumers; those of an event loop by one call, because every call writes to the loop's socket."""
     futures = defaultdict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]](list)
     for waiter in waiters:
         if isinstance(waiter, Event):

@@ -249,6 +249,14 @@ class TestEnd:
                 served.submit(prompt(3), max_tokens=2)
             assert isinstance(raised.value.__cause__, ZeroDivisionError)
 
+    def test_tokens_that_an_earlier_run_left_are_dropped(self):
+        toy = engine(num_blocks=32)
+        for seed in range(2):
+            toy.submit(prompt(3, seed=seed), max_tokens=1)
+        next(toy.run())  # the token of the second has been read
+        with AsyncEngine(toy) as served:
+            assert list(served.submit(prompt(5), max_tokens=3)) == right(prompt(5), 3)
+
     def test_an_engine_with_requests_is_rejected(self):
         toy = engine()
         toy.submit(prompt(3), max_tokens=2)
