@@ -24,7 +24,7 @@ from jaxkv.terminal.memory import nbytes, require_memory
 from jaxkv.terminal.options import add_entry_format, positive, seed
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
-from jaxkv.terminal.token_text import IdStream, TextStream, reported
+from jaxkv.terminal.token_text import IdStream, StopStrings, TextStream, reported
 
 Stream = IdStream | TextStream
 
@@ -43,11 +43,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ids", dest="prompts", action="append", type=_ids, metavar="IDS", help=ids)
     parser.add_argument("--max-tokens", type=positive, default=64, help="tokens to generate for each prompt (64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the most likely token (0)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="draw from the most likely tokens that have this total probability (1)"
-    )
+    text = "draw from so many most likely tokens (0: all)"
+    parser.add_argument("--top-k", type=int, default=0, metavar="K", help=text)
+    text = "draw from the most likely tokens that have this total probability (1)"
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=text)
+    text = "draw from tokens of at least this fraction of the probability of the most likely one (0)"
+    parser.add_argument("--min-p", type=float, default=0.0, metavar="P", help=text)
     seeds = "seed of the first prompt (0); each further prompt has the next seed"
     parser.add_argument("--seed", type=seed, default=0, help=seeds)
+    text = "end a continuation before this text; may be given several times"
+    parser.add_argument("--stop", dest="stops", action="append", default=[], metavar="TEXT", help=text)
     parser.add_argument("--ignore-eos", action="store_true", help="continue after the checkpoint's end-of-text tokens")
     blocks = "blocks in the cache (256), usually of 64 tokens"
     parser.add_argument("--blocks", type=positive, default=256, help=blocks)
@@ -67,9 +72,14 @@ def run(args: argparse.Namespace) -> int:
     if not args.prompts:
         raise ValueError("no prompt: give --prompt or --ids")
     encode, stream = _tokenizer(Path(args.model))
+    if args.stops and not (Path(args.model) / TOKENIZER).is_file():
+        raise ValueError(f"--stop {args.stops[0]!r}: {args.model} has no {TOKENIZER}, so that there is no text")
+    if "" in args.stops:
+        raise ValueError("--stop '': expected a text that is not empty")
     calibrating = None if args.calibrate is None else _lines(args, encode)
     prompts = [encode(prompt) for prompt in args.prompts]
-    samplings = [models.Sampling(args.temperature, args.top_p, args.seed + n) for n in range(len(prompts))]
+    filters = {"top_k": args.top_k, "top_p": args.top_p, "min_p": args.min_p}
+    samplings = [models.Sampling(args.temperature, seed=args.seed + n, **filters) for n in range(len(prompts))]
     implementation = tuple(args.implementation) if args.implementation else None
     model = models.load(
         args.model,
@@ -109,7 +119,7 @@ def run(args: argparse.Namespace) -> int:
     for number, request in enumerate(requests, 1):
         if len(requests) > 1:
             print(f"[{number}/{len(requests)}]")
-        for piece in _pieces(engine, request, stream(request.prompt)):
+        for piece in _pieces(engine, request, stream(request.prompt), StopStrings(args.stops)):
             print(piece, end="", flush=True)
         print()
     seconds = time.perf_counter() - start
@@ -183,14 +193,22 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
     return encode, partial(TextStream, tokenizer)
 
 
-def _pieces(engine: serving.Engine, request: serving.Request, stream: Stream) -> Iterator[str]:
-    """Yields the text of a request as it grows.  The engine serves the other requests at the same time."""
+def _pieces(engine: serving.Engine, request: serving.Request, stream: Stream, stops: StopStrings) -> Iterator[str]:
+    """Yields the text of a request as it grows, up to a stop string.
+
+    The engine serves the other requests at the same time.
+    """
     shown = 0
     while True:
         new = request.generated[shown:]
-        yield from map(stream.push, new)
+        for token in new:
+            yield stops.push(stream.push(token))
+            if stops.found:
+                if request.finish_reason is None:
+                    engine.cancel(request, finish_reason="stop")
+                return
         shown += len(new)
         if request.finish_reason is not None:
-            yield stream.end()
+            yield stops.push(stream.end()) + stops.end()
             return
         engine.step()

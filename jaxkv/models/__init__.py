@@ -23,7 +23,7 @@ from jaxkv.models.parallel import (
     OneDevice,
     TensorParallel,
 )
-from jaxkv.models.sampling import Sampling
+from jaxkv.models.sampling import Sampling, SamplingBatch
 from jaxkv.models.speculative import draft, mtp_forward, verify
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.models.weights.load import load
@@ -39,6 +39,7 @@ __all__ = [
     "NewTokens",
     "OneDevice",
     "Sampling",
+    "SamplingBatch",
     "TensorParallel",
     "calibrate",
     "decode",

@@ -24,7 +24,7 @@ from jaxkv.models.decoder import NewTokens, hidden_states, output
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.layers.linear import linear, rms_norm
 from jaxkv.models.model import Model
-from jaxkv.models.sampling import sample
+from jaxkv.models.sampling import SamplingBatch, sample
 
 
 def mtp_forward(
@@ -121,7 +121,7 @@ def _likeliest(model: Model, y) -> jax.Array:
 
 
 def verify(
-    model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping, temperature, top_p, seeds
+    model: Model, cache: KVCache, tokens, seq_lens, block_tables, slot_mapping, sampling: SamplingBatch
 ) -> tuple[KVCache, jax.Array, jax.Array, jax.Array]:
     """Computes the model's own tokens after each of up to Q new tokens, of which all but the first are drafts.
 
@@ -137,9 +137,7 @@ def verify(
       seq_lens: int32 [B], tokens of each request, the drafts included; 0 in rows without a request.
       block_tables: int32 [B, M], as in `prefill`.
       slot_mapping: int32 [B, Q], the slot of each new token; negative for padding.
-      temperature: float32 [B], 0 for the most likely tokens.
-      top_p: float32 [B].
-      seeds: uint32 [B].
+      sampling: how the tokens of each request are chosen.
 
     Returns:
       - the cache.  Entries of rejected drafts remain until later tokens overwrite them.
@@ -157,12 +155,11 @@ def verify(
             "`model` has recurrent layers, whose states would remember rejected drafts: expected attention"
         )
     cache, (hidden,) = hidden_states(model, cache, NewTokens(tokens, seq_lens, block_tables, slot_mapping))
-    options = temperature, top_p, seeds
-    sampled, accepted = accept(output(model, hidden), tokens, int32(slot_mapping) < 0, seq_lens, *options)
+    sampled, accepted = accept(output(model, hidden), tokens, int32(slot_mapping) < 0, seq_lens, sampling)
     return cache, hidden, sampled, accepted
 
 
-def accept(logits, tokens, padding, seq_lens, temperature, top_p, seeds) -> tuple[jax.Array, jax.Array]:
+def accept(logits, tokens, padding, seq_lens, sampling: SamplingBatch) -> tuple[jax.Array, jax.Array]:
     """`sampled` and `accepted` of `verify`, given the logits [B, Q, V] after its tokens, and which of them are padding.
 
     `padding` is bool [B, Q].
@@ -170,8 +167,8 @@ def accept(logits, tokens, padding, seq_lens, temperature, top_p, seeds) -> tupl
     rows, columns = tokens.shape
     # A token's random numbers are those of its position, the number of tokens before it.
     positions = int32(seq_lens)[:, None] + jnp.arange(1 - columns, 1, dtype=jnp.int32)[None]
-    temperature, top_p, seeds = (jnp.repeat(option, columns) for option in (temperature, top_p, seeds))
-    sampled = sample(logits.reshape(rows * columns, -1), temperature, top_p, seeds, positions.reshape(-1))
+    sampling = jax.tree.map(lambda option: jnp.repeat(option, columns), sampling)
+    sampled = sample(logits.reshape(rows * columns, -1), sampling, positions.reshape(-1))
     sampled = sampled.reshape(rows, columns)
     right = padding[:, :-1] | (sampled[:, :-1] == tokens[:, 1:])
     accepted = jnp.where(padding[:, :-1], 0, jnp.cumprod(right, axis=1, dtype=jnp.int32))

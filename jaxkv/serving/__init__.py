@@ -2,21 +2,27 @@
 
 With `drafts=MTP()`, it verifies drafts of the model's MTP layer, and a step may add several tokens to a request.
 `Replicas` runs one engine per device under data parallelism.  Both return a `Request` from `submit`, and yield each new
-token with its request from `run`.
+token with its request from `run`.  `AsyncEngine` runs either in a thread, for requests of any threads and event loops.
 """
 
+from jaxkv.serving.async_engine import AsyncEngine, Stream
 from jaxkv.serving.drafts import MTP, AcceptanceStats
-from jaxkv.serving.engine import Engine, HostTime
+from jaxkv.serving.engine import Engine
 from jaxkv.serving.prefix import PrefixCacheStats
 from jaxkv.serving.replicas import Replicas
-from jaxkv.serving.request import Request
+from jaxkv.serving.request import Request, TokenLogprobs
+from jaxkv.serving.stats import EngineStats, HostTime
 
 __all__ = [
     "MTP",
     "AcceptanceStats",
+    "AsyncEngine",
     "Engine",
+    "EngineStats",
     "HostTime",
     "PrefixCacheStats",
     "Replicas",
     "Request",
+    "Stream",
+    "TokenLogprobs",
 ]

@@ -5,9 +5,10 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import wraps
-from typing import Concatenate
+from typing import Concatenate, Unpack
 
-from jaxkv.serving.request import Request
+from jaxkv.serving.request import Request, RequestOptions
+from jaxkv.serving.stats import EngineStats
 
 
 def restores[E: "EngineBase", **P, T](method: Callable[Concatenate[E, P], T]) -> Callable[Concatenate[E, P], T]:
@@ -60,6 +61,36 @@ class EngineBase(ABC):
     def _streams(self) -> Sequence[deque[tuple[Request, int]]]:
         """Tokens that have been read, and that `step` has not returned and `run` has not yielded yet: requests, and
         indices of their `tokens`."""
+
+    @property
+    @abstractmethod
+    def stats(self) -> EngineStats:
+        """Numbers of the engine, now.  May be read at any time, also while another thread steps the engine."""
+
+    @abstractmethod
+    def new_request(self, prompt: Sequence[int], **options: Unpack[RequestOptions]) -> Request:
+        """Makes a request, which `add` queues.  May be called at any time, also while another thread steps the engine.
+
+        The options and errors are those of `Engine.new_request`.
+        """
+
+    @abstractmethod
+    def add(self, request: Request) -> None:
+        """Queues a request that `new_request` has made.  RuntimeError if an exception has ended the engine."""
+
+    def submit(self, prompt: Sequence[int], **options: Unpack[RequestOptions]) -> Request:
+        """Makes a request and queues it.  `step` and `run` append its tokens.
+
+        The options and errors are those of `Engine.new_request`, and RuntimeError if an exception has ended the engine.
+        """
+        self.check_usable()
+        request = self.new_request(prompt, **options)
+        self.add(request)
+        return request
+
+    @abstractmethod
+    def cancel(self, request: Request, *, finish_reason: str = "cancelled") -> None:
+        """Ends a waiting or running request; arguments and errors are those of `Engine.cancel`."""
 
     @abstractmethod
     def _step(self) -> None:
@@ -160,4 +191,4 @@ class EngineBase(ABC):
 
 def _wanted(stream: Sequence[tuple[Request, int]]) -> list[tuple[Request, int]]:
     """Without the tokens of requests that the caller has cancelled since they were read."""
-    return [(request, index) for request, index in stream if request.finish_reason != "cancelled"]
+    return [(request, index) for request, index in stream if not request.cancelled]

@@ -106,7 +106,7 @@ def verify_and_draft(model: Model, cache: KVCache, last, *batches: InputBatch) -
 def _prefill(model: Model, cache: KVCache, batch: InputBatch, hidden) -> tuple[KVCache, Verified]:
     """The tokens after chunks of prompts, and the first drafts, given the hidden states of the chunks."""
     following, lookahead, choices = batch.drafting
-    drawn = sample(output(model, hidden[:, -1]), choices.temperature, choices.top_p, choices.seeds, choices.lengths)
+    drawn = sample(output(model, hidden[:, -1]), choices.sampling, choices.lengths)
     following = jnp.where(following < 0, drawn, following)
     tokens = jnp.concatenate([batch.tokens[:, 1:], following[:, None]], axis=1)
     slots = jnp.concatenate([batch.slot_mapping, lookahead], axis=1)
@@ -122,8 +122,7 @@ def _verify(model: Model, cache: KVCache, batch: InputBatch, hidden) -> tuple[KV
     row, where `draft` expects them.
     """
     (_, lookahead, choices), padding = batch.drafting, batch.slot_mapping < 0
-    options = choices.temperature, choices.top_p, choices.seeds
-    sampled, accepted = accept(output(model, hidden), batch.tokens, padding, batch.seq_lens, *options)
+    sampled, accepted = accept(output(model, hidden), batch.tokens, padding, batch.seq_lens, choices.sampling)
     rejected = jnp.maximum((~padding).sum(axis=1, dtype=jnp.int32) - 1 - accepted, 0)
 
     def moved(array):

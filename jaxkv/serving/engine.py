@@ -5,7 +5,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from typing import Any, override
 
@@ -30,37 +30,15 @@ from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
 from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, stop_tokens, token_ids
-from jaxkv.serving.step_inputs import NOTHING, Choices, InputBatch, Schedule, Span
+from jaxkv.serving.stats import EngineStats, HostTime
+from jaxkv.serving.step_inputs import GREEDY, NOTHING, Choices, InputBatch, Schedule, Span
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
 from jaxkv_kernels.addressing import one_array
+from jaxkv_kernels.integers import as_int
 
-GREEDY = Sampling()
 LOAD_TIMEOUT = 0.01
 """The most seconds that a step waits for the disk, if there is nothing to compute until blocks are loaded."""
-
-
-@dataclass
-class HostTime:
-    """How the host spends the time of steps."""
-
-    steps: int = 0
-    """Calls of `step`, and those that `run` makes."""
-    seconds: float = 0.0
-    """The time of these calls."""
-    waited: float = 0.0
-    """The part of it in which the host waited for tokens from the device, or for blocks with nothing else to do."""
-
-    @property
-    def busy_ms(self) -> float:
-        """Milliseconds per step in which the host schedules, launches and reads.  The device works meanwhile, unless
-        this takes longer than its step."""
-        return 1e3 * (self.seconds - self.waited) / max(self.steps, 1)
-
-    @property
-    def step_ms(self) -> float:
-        """Milliseconds per step."""
-        return 1e3 * self.seconds / max(self.steps, 1)
 
 
 class Engine(EngineBase):
@@ -204,11 +182,13 @@ class Engine(EngineBase):
         """Free places of running requests."""
         self._new: deque[tuple[Request, int]] = deque()
         self._launched: deque[tuple[Any, dict[int, Span]]] = deque()
-        """Steps whose tokens have not been read: the sampled tokens or what drafts found, and the span of each row."""
+        """Steps whose tokens have not been read: the sampled tokens and their log probabilities (None if no request
+        asked for them), or what drafts found; and the span of each row."""
         # The cache is donated, so that it is updated in place.
         self.program = program.run_layers if drafts is None else verify_and_draft
         self._layers = Program(self.program, donate="cache", compiler_options=model.compiler_options)
         self._samplers = [Program(sample, donate="last") for sample in (program.likeliest, program.draw)]
+        self._logprobs = jax.jit(program.logprobs)
 
     def _allocate(self) -> None:
         """Makes the arrays on the device that steps donate."""
@@ -218,7 +198,8 @@ class Engine(EngineBase):
         self.last = jax.device_put(jnp.zeros(self.max_requests, jnp.int32), _replicated(self.cache.buffer.sharding))
         """The last sampled token of every running request, on the device."""
 
-    def submit(
+    @override
+    def new_request(  # type: ignore[override]  # as a dict of RequestOptions may have further keys
         self,
         prompt: Sequence[int],
         *,
@@ -226,8 +207,9 @@ class Engine(EngineBase):
         sampling: Sampling = GREEDY,
         stop: Collection[int] | None = None,
         priority: int = 0,
+        logprobs: int | None = None,
     ) -> Request:
-        """Queues a request.
+        """Makes a request, which `submit` queues.
 
         Args:
           prompt: token ids, at least one.
@@ -237,17 +219,16 @@ class Engine(EngineBase):
             checkpoint (`model.config.stop_tokens`); a warning if it states none.
           priority: requests of higher priority join first.  If no row or too few blocks are free, they preempt running
             requests of lower priority.
-
-        Returns:
-          The request.  `step` and `run` append its tokens.
+          logprobs: for how many most likely tokens, 0 to 20, `Request.logprobs` has the log probabilities at the
+            position of each generated token, beside that of the token itself.  They are those of the model, before
+            temperature and filters.  Steps with such requests run one more program.  It is compiled when it is first
+            needed, for each number of rows.  Default: none.
 
         Raises:
-          RuntimeError: the engine has ended, because it could not be restored after an exception.
           TypeError: a token id (of `prompt`, `stop`) or `priority` is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens`, it
-            would exceed the block table or the cache.
+            would exceed the block table or the cache.  `logprobs` is out of range, or the engine has `drafts`.
         """
-        self.check_usable()
         vocabulary = self.model.config.vocab_size
         prompt = token_ids("prompt", prompt)
         outside = [token for token in prompt if not 0 <= token < vocabulary]
@@ -265,18 +246,39 @@ class Engine(EngineBase):
             )
         if not isinstance(sampling, Sampling):
             raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
+        if logprobs is not None:
+            logprobs = self._checked_logprobs(logprobs)
         stop = stop_tokens(stop, self.model.config.stop_tokens)
-        self._submitted += 1
-        options = {"priority": operator.index(priority), "number": self._submitted}
-        request = Request(prompt, max_tokens, sampling, stop, **options)
-        insort(self.waiting, request, key=_rank)
-        return request
+        return Request(prompt, max_tokens, sampling, stop, operator.index(priority), num_logprobs=logprobs)
 
-    def cancel(self, request: Request) -> None:
+    @override
+    def add(self, request):
+        self.check_usable()
+        self._submitted += 1
+        request.number = self._submitted
+        insort(self.waiting, request, key=_rank)
+
+    def _checked_logprobs(self, logprobs: int) -> int:
+        count = as_int(logprobs)
+        if count is None or not 0 <= count <= program.MAX_LOGPROBS:
+            raise ValueError(f"`logprobs` is {logprobs!r}: expected None, or an int, 0 to {program.MAX_LOGPROBS}")
+        if self.drafts is not None:
+            raise ValueError(
+                f"`logprobs` is {logprobs}, and the engine has `drafts`, whose program verifies and drafts at once and "
+                "returns no logits: expected None, or make the engine without drafts"
+            )
+        return count
+
+    @override
+    def cancel(self, request: Request, *, finish_reason: str = "cancelled") -> None:
         """Ends a waiting or running request and frees its blocks.
 
         `run` yields no further tokens of it.  Tokens that the last call of `step` returned are still in
         `request.generated`; those that the device has sampled since then are discarded.
+
+        Args:
+          request: of this engine.
+          finish_reason: the request's `finish_reason` then, for example "stop" if its text contains a stop string.
 
         Raises:
           RuntimeError: the engine has ended, because it could not be restored after an exception.
@@ -285,11 +287,12 @@ class Engine(EngineBase):
         self.check_usable()
         if request not in self.waiting and request not in self.running:
             raise ValueError(f"`request` neither waits nor runs: it ended with {request.finish_reason!r}")
-        self._cancel(request)
+        self._cancel(request, finish_reason)
 
     @restores
-    def _cancel(self, request: Request) -> None:
-        request.finish_reason = "cancelled"
+    def _cancel(self, request: Request, finish_reason: str) -> None:
+        request.finish(finish_reason)  # first: it does not continue if this is interrupted
+        request.cancelled = True
         if request in self.waiting:
             self.waiting.remove(request)
         else:
@@ -304,6 +307,19 @@ class Engine(EngineBase):
     @override
     def _streams(self):
         return [self._new]
+
+    @property
+    @override
+    def stats(self):
+        return EngineStats(
+            waiting=len(self.waiting),
+            running=len(self.running),
+            num_blocks=self.pool.num_blocks,
+            free_blocks=self.pool.num_free,
+            prefix=replace(self.prefix_stats),
+            acceptance=replace(self.acceptance),
+            host_time=replace(self.host_time),
+        )
 
     @override
     def _step(self):
@@ -430,7 +446,9 @@ class Engine(EngineBase):
         if self.drafts is None:
             greedy = all(span.request.sampling.temperature == 0 for span in rows.values())
             likeliest, draw = self._samplers
-            found = self._sample(likeliest if greedy else draw, found, rows)
+            tokens = self._sample(likeliest if greedy else draw, found, rows)
+            asked = any(span.samples and span.request.num_logprobs is not None for span in rows.values())
+            found = tokens, self._logprobs(found, tokens) if asked else None
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
         self._launched.append((found, rows))
@@ -488,7 +506,12 @@ class Engine(EngineBase):
             if request.finish_reason:
                 continue  # it was cancelled or ended after this step was launched
             if self.drafts is None:
-                self._append(span, [found[row]])
+                tokens, logprobs = found
+                if span.samples and request.num_logprobs is not None and tokens[row] >= 0:
+                    # In place of one that an interrupted read may have left without its token.
+                    new = len(request.tokens) - len(request.prompt)
+                    request.logprobs[new:] = [logprobs.of_row(row, request.num_logprobs)]
+                self._append(span, [tokens[row]])
                 continue
             accepted, columns = found.accepted[row], len(found.sampled[row])
             first = columns - 1 - len(span.drafts)
@@ -519,7 +542,7 @@ class Engine(EngineBase):
         if request.finish_reason:
             return
         if token < 0:
-            request.finish_reason = "nan"
+            request.finish("nan")
         else:
             self._new.append((request, len(request.tokens)))
             request.append(token)

@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -59,7 +59,7 @@ class Program:
       compiler_options: options of XLA.
     """
 
-    def __init__(self, function: Callable, *, donate: str, compiler_options: Mapping[str, Any] | None = None):
+    def __init__(self, function: Callable, *, donate: str, compiler_options: dict[str, Any] | None = None):
         self._function = jax.jit(function, donate_argnames=donate, compiler_options=compiler_options)
         self._about = function.__module__, function.__qualname__, donate, compiler_options
         self._compiled: dict[Hashable, Compiled] = {}

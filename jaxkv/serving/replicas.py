@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, override
+from typing import Any, Unpack, override
 
 import jax
 import numpy as np
@@ -18,7 +18,8 @@ from jaxkv.models.parallel.expert import DataExpertParallel
 from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.buckets import Shape
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.request import Request
+from jaxkv.serving.request import Request, RequestOptions
+from jaxkv.serving.stats import EngineStats
 from jaxkv.serving.step_inputs import NOTHING, Schedule
 
 
@@ -67,15 +68,25 @@ class Replicas(EngineBase):
     def unfinished(self):
         return [request for engine in self.engines for request in engine.unfinished]
 
-    def submit(self, prompt: Sequence[int], **options) -> Request:
-        """Queues a request; arguments, result and errors are those of `Engine.submit`."""
-        self.check_usable()
-        return min(self.engines, key=_load).submit(prompt, **options)
+    @property
+    @override
+    def stats(self):
+        return EngineStats.total([engine.stats for engine in self.engines])
 
-    def cancel(self, request: Request) -> None:
-        """Ends a waiting or running request; arguments and errors are those of `Engine.cancel`."""
+    @override
+    def new_request(self, prompt, **options: Unpack[RequestOptions]):
+        return self.engines[0].new_request(prompt, **options)
+
+    @override
+    def add(self, request):
         self.check_usable()
-        next((engine for engine in self.engines if request in engine.unfinished), self.engines[0]).cancel(request)
+        min(self.engines, key=_load).add(request)
+
+    @override
+    def cancel(self, request, *, finish_reason="cancelled"):
+        self.check_usable()
+        engine = next((engine for engine in self.engines if request in engine.unfinished), self.engines[0])
+        engine.cancel(request, finish_reason=finish_reason)
 
     @property
     @override

@@ -4,6 +4,8 @@ import operator
 import warnings
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+from time import perf_counter
+from typing import NamedTuple, TypedDict
 
 from jaxkv.models.sampling import Sampling
 
@@ -23,9 +25,31 @@ class Held:
     """Blocks before this one have expired."""
 
 
+class RequestOptions(TypedDict, total=False):
+    """The options of a request; `Engine.new_request` describes them."""
+
+    max_tokens: int
+    sampling: Sampling
+    stop: Collection[int] | None
+    priority: int
+    logprobs: int | None
+
+
+class TokenLogprobs(NamedTuple):
+    """Natural logarithms of the probabilities of tokens at the position of a generated token.
+
+    They are those of the model, before temperature and filters (vLLM's `raw_logprobs`).
+    """
+
+    logprob: float
+    """Of the generated token."""
+    top: list[tuple[int, float]]
+    """The most likely tokens, and the logarithm of each, in descending order.  They may include the generated token."""
+
+
 @dataclass(eq=False)
 class Request:
-    """One prompt and its continuation.  Made by `Engine.submit`; only the engine changes it."""
+    """One prompt and its continuation.  Made by `submit` of an engine, which alone changes it."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -33,9 +57,13 @@ class Request:
     stop: frozenset[int]
     priority: int = 0
     number: int = 0
-    """Counts the requests of an engine."""
+    """Counts the requests of an engine, in the order in which they were queued."""
+    num_logprobs: int | None = None
+    """For how many most likely tokens `logprobs` has entries; None for no `logprobs`."""
     tokens: list[int] = field(init=False)
     """The prompt and the generated tokens."""
+    logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
+    """For each generated token, if `num_logprobs` is not None."""
     held: dict[str, Held] = field(default_factory=dict, init=False)
     """Its blocks, by the name of their table."""
     cached: int = field(default=0, init=False)
@@ -50,12 +78,22 @@ class Request:
     """Drafts of the tokens after `tokens`, for the next step to verify."""
     place: int = field(default=-1, init=False)
     """Where its last token is kept on the device while it runs."""
+    arrival_time: float = field(init=False)
+    """When it was made, in seconds of `time.perf_counter`."""
+    first_token_time: float | None = field(default=None, init=False)
+    """When the host read its first generated token, in seconds of `time.perf_counter`; None before."""
+    finish_time: float | None = field(default=None, init=False)
+    """When it ended, in seconds of `time.perf_counter`; None before."""
     finish_reason: str | None = field(default=None, init=False)
-    """None while it waits or runs; then "stop" (its last token is a stop token), "length", "cancelled", or "nan" (its
-    logits are NaN)."""
+    """None while it waits or runs; then "stop" (its last token is a stop token), "length", "nan" (its logits are NaN),
+    or the reason that was passed to `cancel`, by default "cancelled".  It stays None if an exception ends the engine,
+    because another engine can continue the request."""
+    cancelled: bool = field(default=False, init=False)
+    """Whether `cancel` has ended it.  Nothing returns further tokens of it then."""
 
     def __post_init__(self):
         self.tokens = list(self.prompt)
+        self.arrival_time = perf_counter()
 
     @property
     def blocks(self) -> list[int]:
@@ -95,20 +133,28 @@ class Request:
 
     def reset(self) -> None:
         """Forgets all but its tokens: its place, its blocks, and the steps that have been launched with it."""
-        self._set_finish_reason()  # it may be missing, if an interrupt came after the last token
+        if self.finish_reason is None:
+            self._finish_if_complete()  # an interrupt may have come between the last token and this
         self.held, self.cached, self.filled, self.loading, self.unread = {}, 0, 0, 0, 0
         self.drafts, self.place = [], -1
 
     def append(self, token: int) -> None:
-        """Appends the next token; sets `finish_reason` if it is a stop token, or the last of `max_tokens`."""
+        """Appends the next token; ends the request if it is a stop token, or the last of `max_tokens`."""
+        if self.first_token_time is None:
+            self.first_token_time = perf_counter()
         self.tokens.append(token)
-        self._set_finish_reason()
+        self._finish_if_complete()
 
-    def _set_finish_reason(self) -> None:
+    def _finish_if_complete(self) -> None:
         if self.generated and self.tokens[-1] in self.stop:
-            self.finish_reason = "stop"
+            self.finish("stop")
         elif len(self.tokens) == len(self.prompt) + self.max_tokens:
-            self.finish_reason = "length"
+            self.finish("length")
+
+    def finish(self, reason: str) -> None:
+        """Ends the request."""
+        self.finish_time = perf_counter()
+        self.finish_reason = reason
 
 
 def token_ids(name: str, values: Iterable[int]) -> tuple[int, ...]:

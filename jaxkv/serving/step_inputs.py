@@ -7,8 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.models.decoder import NewTokens
+from jaxkv.models.sampling import Sampling, SamplingBatch
 from jaxkv.serving.request import Request
 
+GREEDY = Sampling()
 ON_DEVICE = -1
 """Stands for a token that an earlier step has sampled, and that the host has not read yet."""
 
@@ -126,32 +128,18 @@ class Choices(NamedTuple):
     """int32 [B], where the token is kept on the device; out of range if the row samples none."""
     lengths: Any
     """int32 [B], the length of the request so far."""
-    temperature: Any
-    """float32 [B]."""
-    top_p: Any
-    """float32 [B]."""
-    seeds: Any
-    """uint32 [B]."""
+    sampling: SamplingBatch
+    """How the token is chosen; greedy if the row samples none."""
 
     @classmethod
     def of(cls, spans: Mapping[int, Span], count: int) -> "Choices":
         """The choices of `count` rows, given the spans by row."""
-        choices = cls(
-            places=np.full(count, np.iinfo(np.int32).max, np.int32),
-            lengths=np.zeros(count, np.int32),
-            temperature=np.zeros(count, np.float32),
-            top_p=np.ones(count, np.float32),
-            seeds=np.zeros(count, np.uint32),
-        )
-        sampled = {row: span for row, span in spans.items() if span.samples}
-        rows = list(sampled)
-        choices.places[rows] = [span.request.place for span in sampled.values()]
-        choices.lengths[rows] = [span.end for span in sampled.values()]
-        samplings = [span.request.sampling for span in sampled.values()]
-        choices.temperature[rows] = [sampling.temperature for sampling in samplings]
-        choices.top_p[rows] = [sampling.top_p for sampling in samplings]
-        choices.seeds[rows] = [sampling.seed for sampling in samplings]
-        return choices
+        places = np.full(count, np.iinfo(np.int32).max, np.int32)
+        lengths, samplings = np.zeros(count, np.int32), [GREEDY] * count
+        for row, span in spans.items():
+            if span.samples:
+                places[row], lengths[row], samplings[row] = span.request.place, span.end, span.request.sampling
+        return cls(places, lengths, SamplingBatch.of(samplings))
 
 
 class Drafting(NamedTuple):

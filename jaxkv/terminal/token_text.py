@@ -43,6 +43,43 @@ class IdStream:
         return ""
 
 
+class StopStrings:
+    """Passes on a text that comes in pieces, up to the first of several strings.
+
+    The first is the one that is complete first.  How the text is divided into pieces makes no difference: text that may
+    be the beginning of a stop string is held until more of it has come.
+
+    Args:
+      stops: the strings, none of which is empty.
+
+    Attributes:
+      found: whether one of them has come.  Nothing is passed on any more.
+    """
+
+    def __init__(self, stops: Sequence[str]):
+        self.found = False
+        self._stops = stops
+        self._held = ""
+
+    def push(self, text: str) -> str:
+        """The text that is known to be before any stop string, given the next piece."""
+        if self.found:
+            return ""
+        held = self._held + text
+        ends = [(start + len(stop), start) for stop in self._stops if (start := held.find(stop)) >= 0]
+        if ends:
+            self.found, self._held = True, ""
+            return held[: min(ends)[1]]
+        begun = max((n for stop in self._stops for n in range(len(stop)) if held.endswith(stop[:n])), default=0)
+        self._held = held[len(held) - begun :]
+        return held[: len(held) - begun]
+
+    def end(self) -> str:
+        """The rest of the text, after which nothing comes."""
+        rest, self._held = self._held, ""
+        return rest
+
+
 class TextStream:
     """The decoded text without special tokens.  Every character is returned once, as soon as it is complete.
 

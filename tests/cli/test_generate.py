@@ -19,7 +19,7 @@ from jaxkv.cli import generate as command
 from jaxkv.cli import main
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import Request
-from jaxkv.terminal.token_text import INCOMPLETE, TextStream
+from jaxkv.terminal.token_text import INCOMPLETE, StopStrings, TextStream
 from models.checkpoints.mtp import with_mtp
 
 FOLDER = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"
@@ -112,6 +112,16 @@ def test_text_goes_in_and_comes_out(with_tokenizer, capsys):
     printed = capsys.readouterr()
     assert f"{len(prompt)} prompt tokens and 16 new ones" in printed.err
     assert printed.out == "".join(f" w{n}" for n in tokens) + "\n"
+    stop = f"{tokens[4]} w{tokens[5]}"
+    assert generate("--prompt", " ".join(f"w{n}" for n in prompt), "--stop", stop, model=folder) == 0
+    printed = capsys.readouterr()
+    text = "".join(f" w{n}" for n in tokens)
+    assert printed.out == text[: text.index(stop)] + "\n"
+    assert f"{len(prompt)} prompt tokens and 6 new ones" in printed.err
+    assert (
+        refusal("--prompt", "w1", "--stop", "", model=folder)
+        == "jaxkv generate: --stop '': expected a text that is not empty"
+    )
 
 
 @pytest.mark.parametrize("configured", [True, False])
@@ -236,11 +246,14 @@ class Script:
     def step(self):
         self.request.append(next(self._ids))
 
+    def cancel(self, request, *, finish_reason):
+        request.finish(finish_reason)
+
 
 def streamed(tokenizer, ids, prompt=()):
     """The pieces of text, as the command prints them."""
     engine = Script(ids)
-    return list(command._pieces(engine, engine.request, TextStream(tokenizer, prompt)))
+    return list(command._pieces(engine, engine.request, TextStream(tokenizer, prompt), StopStrings([])))
 
 
 @pytest.mark.parametrize("kind", [byte_fallback, byte_level, metaspace, word_piece])
@@ -293,6 +306,60 @@ def test_random_tokens_are_streamed_as_they_are_decoded_at_once(kind):
             assert before + "".join(streamed(tokenizer, ids[split:], ids[:split])) == at_once
 
 
+def passed_on(stops, pieces):
+    """The text that is before any stop string, and whether one was found."""
+    stream = StopStrings(stops)
+    text = [stream.push(piece) for piece in pieces]
+    return "".join([*text, stream.end()]), stream.found
+
+
+def test_a_stop_string_ends_the_text_however_it_is_divided():
+    """The first that is complete, found character by character."""
+    rng = np.random.default_rng(0)
+
+    def draw(least, most):
+        return "".join(rng.choice(["a", "b", "c"], rng.integers(least, most)))
+
+    found = 0
+    for _ in range(2000):
+        text, stops = draw(0, 12), [draw(1, 5) for _ in range(rng.integers(0, 4))]
+        ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stops))]
+        right = text
+        if ends:
+            right = text[: min(ends[0] - len(stop) for stop in stops if text[: ends[0]].endswith(stop))]
+        cuts = np.sort(rng.integers(0, len(text) + 1, 3))
+        pieces = ["".join(piece) for piece in np.split(np.asarray([*text], dtype="U1"), cuts)]
+        assert passed_on(stops, pieces) == (right, bool(ends)), (stops, pieces)
+        found += bool(ends)
+    assert 500 < found < 1900
+
+
+def test_only_what_may_begin_a_stop_string_is_held():
+    stops = StopStrings(["\n\n", "END"])
+    assert [stops.push(piece) for piece in ("a", "\n", "b", "EN", "E", "ND x", "y")] == [
+        "a",
+        "",
+        "\nb",
+        "",
+        "EN",
+        "",
+        "",
+    ]
+    assert (stops.found, stops.end()) == (True, "")
+
+
+@pytest.mark.parametrize(
+    ("stop", "text", "tokens"), [("lo w", "Hel", 7), ("world", "Hello ", 11), ("x", "Hello world", 11)]
+)
+def test_a_stop_string_ends_the_request(stop, text, tokens):
+    tokenizer = byte_level()
+    engine = Script(tokenizer.encode("Hello world").ids)
+    pieces = command._pieces(engine, engine.request, TextStream(tokenizer), StopStrings([stop]))
+    assert "".join(pieces) == text
+    assert len(engine.request.generated) == tokens
+    assert engine.request.finish_reason == ("stop" if tokens < 11 else "length")
+
+
 def test_special_tokens_are_not_printed():
     tokenizer = byte_level()
     tokenizer.add_special_tokens([AddedToken("<eos>", special=True)])
@@ -325,7 +392,8 @@ def test_drawn_tokens_are_those_of_the_seed(capsys):
     first = drawn("--seed", "1", "--top-p", "0.9")
     assert first == drawn("--seed", "1", "--top-p", "0.9")
     assert first != drawn("--seed", "2", "--top-p", "0.9")
-    assert drawn("--top-p", "1e-6") == drawn("--temperature", "0")
+    for one in (("--top-p", "1e-6"), ("--top-k", "1"), ("--min-p", "1")):
+        assert drawn(*one) == drawn("--temperature", "0")
 
 
 def test_logits_that_are_nan_are_reported(monkeypatch, capsys):
@@ -377,6 +445,9 @@ def test_scales_are_found_with_the_prompts_of_a_file(tmp_path, monkeypatch, caps
         (("--ids", "1", "--max-tokens", "600"), "600 entries: a request's table holds 512 and the cache 512"),
         (("--ids", "1", "--temperature", "-1"), "`temperature` is -1.0"),
         (("--ids", "1", "--top-p", "0"), "`top_p` is 0.0"),
+        (("--ids", "1", "--top-k", "-1"), "`top_k` is -1"),
+        (("--ids", "1", "--min-p", "2"), "`min_p` is 2.0"),
+        (("--ids", "1", "--stop", "x"), "--stop 'x': .* has no tokenizer.json, so that there is no text"),
         (("--ids", "1", "--implementation", "mosaic_gpu"), "mosaic_gpu"),
         (("--ids", "1", "--seed", "4294967295", "--ids", "2"), "`seed` is 4294967296"),
     ],

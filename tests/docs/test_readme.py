@@ -43,6 +43,13 @@ def test_the_whole_model_runs(capsys):
 
 
 @pytest.mark.ci
+def test_the_engine_serves_an_event_loop(capsys):
+    code = code_in("jaxkv/serving", "import asyncio")
+    exec(code.replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), {})
+    assert [len(tokens) for tokens in json.loads(capsys.readouterr().out)] == [100, 100]
+
+
+@pytest.mark.ci
 def test_the_engine_finds_prefixes_of_an_earlier_run(tmp_path):
     code = code_in("jaxkv/serving", "from jaxkv import models, offload")
     code = code.replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3")))

@@ -1,5 +1,6 @@
 """Drafts of the MTP layer: equal to a NumPy oracle; tokens with drafts are those without, and so is their law."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -12,6 +13,7 @@ from jaxkv import models, serving
 from jaxkv.models.speculative import accept
 from models.checkpoints.mtp import FOLDER, LAYER, with_mtp
 from models.checkpoints.published import PUBLISHED
+from models.sampling_oracle import oracle as remaining
 from support.compare import assert_close
 
 BLOCK = 16
@@ -111,30 +113,32 @@ def test_hidden_states_are_those_after_the_final_norm(checkpoint):
     model = models.load(folder, mtp=True)
     batch = jnp.asarray([[5, 7, 11]]), jnp.asarray([3]), jnp.asarray([[1]]), jnp.asarray([[16, 17, 18]])
     _, x = models.forward(model, model.cache(2, BLOCK), *batch)
-    options = jnp.zeros(1), jnp.ones(1), jnp.zeros(1, jnp.uint32)
-    _, hidden, sampled, _ = models.verify(model, model.cache(2, BLOCK), *batch, *options)
+    options = models.SamplingBatch.of([models.Sampling()])
+    _, hidden, sampled, _ = models.verify(model, model.cache(2, BLOCK), *batch, options)
     right = norm(np.asarray(x, np.float64), weights["model.norm.weight"])
     assert_close(hidden, right, roundings=64)
     np.testing.assert_array_equal(sampled, (right @ weights["lm_head.weight"].T).argmax(-1))
 
 
-@pytest.mark.parametrize(("temperature", "top_p"), [(0.8, 1.0), (1.3, 0.8)])
-def test_accepted_and_rejected_drafts_together_have_the_models_distribution(temperature, top_p):
+@pytest.mark.parametrize(
+    "sampling",
+    [models.Sampling(0.8), models.Sampling(1.3, 0.8), models.Sampling(1.3, top_k=4), models.Sampling(1.3, min_p=0.2)],
+    ids=["all", "top_p", "top_k", "min_p"],
+)
+def test_accepted_and_rejected_drafts_together_have_the_models_distribution(sampling):
     """Chi-square of the tokens of 20,000 seeds, fixed ones, after 1 token and 2 drafts of a vocabulary of 6."""
     count, vocabulary = 20_000, 6
     logits = np.random.default_rng(0).standard_normal((3, vocabulary)).astype(np.float32)
     drafts = logits.argmax(-1)[:2]
     tokens = jnp.tile(jnp.asarray([0, *drafts], jnp.int32), (count, 1))
-    options = jnp.full(count, temperature), jnp.full(count, top_p), jnp.arange(count, dtype=jnp.uint32)
+    options = models.SamplingBatch.of([replace(sampling, seed=seed) for seed in range(count)])
     many = jnp.broadcast_to(logits, (count, *logits.shape))
-    sampled, accepted = map(np.asarray, accept(many, tokens, tokens < 0, jnp.full(count, 10, jnp.int32), *options))
+    sampled, accepted = map(np.asarray, accept(many, tokens, tokens < 0, jnp.full(count, 10, jnp.int32), options))
     reached = np.ones(count, bool)
     for i, row in enumerate(logits):
-        p = np.exp(row.astype(np.float64) / temperature)
-        p /= p.sum()
-        order = np.argsort(-p)
-        p[order[np.cumsum(p[order]) - p[order] >= top_p]] = 0
-        p /= p.sum()
+        right, law = remaining(row, sampling)
+        p = np.zeros(vocabulary)
+        p[right] = law
         seen = np.bincount(sampled[reached, i], minlength=vocabulary)
         assert not seen[p == 0].any()
         expected = p[p > 0] * reached.sum()
@@ -175,8 +179,8 @@ def test_strict_programs_may_draft_and_verify(name):
         model = jax.eval_shape(partial(models.random_model, config, mtp=True))
         cache = jax.eval_shape(lambda: model.cache(4))
         new, slots, lengths, tables = (jax.ShapeDtypeStruct(n, jnp.int32) for n in ((2, 3), (2, 4), (2,), (2, 2)))
-        options = (jax.ShapeDtypeStruct((2,), kind) for kind in ("float32", "float32", "uint32"))
-        cache, hidden, *_ = jax.eval_shape(models.verify, model, cache, new, lengths, tables, new, *options)
+        options = models.SamplingBatch.of([models.Sampling()] * 2)
+        cache, hidden, *_ = jax.eval_shape(models.verify, model, cache, new, lengths, tables, new, options)
         _, drafts = jax.eval_shape(models.draft, model, cache, hidden, new, lengths, tables, slots)
     assert drafts.shape == (2, 2)
 

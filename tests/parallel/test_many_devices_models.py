@@ -113,6 +113,7 @@ def test_replicas():
     served.warm_up()
     requests = [served.submit([3, 1, 4], max_tokens=2) for _ in range(4)]
     assert [len(engine.waiting) for engine in served.engines] == [2, 2]
+    assert (served.stats.waiting, served.stats.num_blocks, served.stats.free_blocks) == (4, 40, 40)
     served.cancel(requests[3])
     stream = list(served.run())
     assert [len([token for owner, token in stream if owner is request]) for request in requests] == [2, 2, 2, 0]
@@ -124,6 +125,10 @@ def test_replicas():
     assert next(stream)[0] is requests[0]
     served.cancel(requests[1])
     assert requests[1] not in [request for request, _ in stream]
+    with serving.AsyncEngine(served) as threaded:
+        streams = [threaded.submit([3, 1, 4], max_tokens=4) for _ in range(3)]
+        assert [list(stream) for stream in streams] == 3 * [requests[0].generated]
+        assert threaded.stats.running == 0
 
 
 def test_the_default_block_size_is_divided_evenly():

@@ -253,7 +253,7 @@ def test_logits_that_are_nan_end_only_their_request():
     assert fine.generated == right(fine.prompt, 4)
 
 
-DRAWS = [Sampling(0.8, 0.9, seed) for seed in range(3)] + [Sampling(2.0, 1.0, 7), Sampling()]
+DRAWS = [Sampling(0.8, 0.9, seed) for seed in range(3)] + [Sampling(2.0, 1.0, 7, top_k=50, min_p=0.1), Sampling()]
 
 
 def test_drawn_tokens_depend_only_on_the_seed():

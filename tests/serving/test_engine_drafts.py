@@ -77,7 +77,7 @@ def predictable():
     return models.Model(params, model.config, model.entry_format)
 
 
-SAMPLED = [models.Sampling(0.1, 0.9, seed) for seed in range(3)]
+SAMPLED = [models.Sampling(0.1, 0.9, seed, top_k=30, min_p=0.01) for seed in range(3)]
 
 
 @pytest.mark.parametrize("samplings", [slow(None), further(SAMPLED)], ids=["greedy", "sampled"])
@@ -153,6 +153,8 @@ def test_prompts_and_stops_are_token_ids():
             engine.submit(**wrong)
     with pytest.raises(TypeError, match=r"`sampling` is 0.5: expected a Sampling"):
         engine.submit([1], sampling=0.5)
+    with pytest.raises(ValueError, match=r"`logprobs` is 1, and the engine has `drafts`, whose program .* no logits"):
+        engine.submit([1], logprobs=1)
 
 
 LONG = [int(token) for token in np.random.default_rng(7).integers(0, 97, 40)]

@@ -210,12 +210,13 @@ class TestCancel:
         for request, _ in served.run():
             late += [request] if request in cancelled else []
             if request is requests[0] and len(request.generated) == 4:
-                cancelled[requests[1]] = served.cancel(requests[1])
+                cancelled[requests[1]] = served.cancel(requests[1], finish_reason="stop")
             if request is requests[2] and request not in cancelled:
                 cancelled[request] = served.cancel(request)
         assert len(cancelled) == 2
         assert not late
-        assert [request.finish_reason for request in requests] == ["length", "cancelled", "cancelled"]
+        assert [request.finish_reason for request in requests] == ["length", "stop", "cancelled"]
+        assert [request.cancelled for request in requests] == [False, True, True]
         assert requests[0].generated == right(requests[0].prompt, 8)
 
 

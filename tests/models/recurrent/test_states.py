@@ -189,9 +189,9 @@ class TestRejected:
 
     def test_drafts_and_calibration(self):
         model, (ids, table) = recorded()[0], (jnp.zeros((1, 2), jnp.int32), jnp.zeros((1, 3), jnp.int32))
-        one = jnp.zeros(1)
+        one, options = jnp.zeros(1), models.SamplingBatch.of([models.Sampling()])
         with pytest.raises(ValueError, match="whose states would remember rejected drafts"):
-            models.verify(model, model.cache(4, BLOCK), ids, one, {"": table, STATE: table}, ids, one, one, one)
+            models.verify(model, model.cache(4, BLOCK), ids, one, {"": table, STATE: table}, ids, options)
         with pytest.raises(ValueError, match="`num_nextn_predict_layers` is 0"):
             models.load(FOLDER, mtp=True)
         with pytest.raises(ValueError, match="`model` has recurrent layers: calibration supports"):
