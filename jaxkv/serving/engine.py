@@ -21,6 +21,7 @@ from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import HostPool, prefix_keys
+from jaxkv.offload.keys import salt_parts
 from jaxkv.ops.blocks import copy_blocks
 from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, ends_engine
@@ -77,8 +78,9 @@ class Engine(EngineBase):
     already been launched with it, and the token of that step is discarded.
 
     A request reuses the longest prefix of its tokens that is cached, and computes the rest.  Full blocks are found by
-    their content until they are evicted, whether a request holds them or not.  If a running request has a block that
-    begins with the next tokens, this block is copied; if it is computing the next block, the request waits for that.
+    their content until they are evicted, whether a request holds them or not.  If a block on the device begins with the
+    next tokens, it is copied, unless the cache has several tables; if a running request is computing the next block,
+    the request waits for that.
     With `offload`, full blocks are also stored in host memory.  They are copied while later steps run, so steps do not
     wait, and an evicted block is already stored.  Blocks that are found in the pool are loaded when their request
     joins, and that step waits for them.  Blocks that cannot be loaded are computed.  None of this changes the generated
@@ -217,6 +219,7 @@ class Engine(EngineBase):
         sampling: Sampling = GREEDY,
         stop: Collection[int] | None = None,
         priority: int = 0,
+        cache_salt: str | bytes | Sequence[str | bytes] | None = None,
     ) -> Request:
         """Queues a request.
 
@@ -228,6 +231,8 @@ class Engine(EngineBase):
             checkpoint (`model.config.stop_tokens`); a warning if it states none.
           priority: requests of higher priority join first.  If no row or too few blocks are free, they preempt running
             requests of lower priority.
+          cache_salt: requests share cached blocks only if they have the same salt, in this engine and in the pools of
+            `offload`.  It may have several parts, for example the name of a tenant and that of an adapter.
 
         Returns:
           The request.  `step` and `run` append its tokens.
@@ -236,7 +241,7 @@ class Engine(EngineBase):
           RuntimeError: an exception has ended the engine.
           TypeError: a token id (of `prompt`, `stop`) or `priority` is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens`, it
-            would exceed the block table or the cache.
+            would exceed the block table or the cache; or `cache_salt` is not as `prefix_keys` expects it.
         """
         self.check_usable()
         vocabulary = self.model.config.vocab_size
@@ -257,8 +262,9 @@ class Engine(EngineBase):
         if not isinstance(sampling, Sampling):
             raise TypeError(f"`sampling` is {sampling!r}: expected a Sampling")
         stop = stop_tokens(stop, self.model.config.stop_tokens)
+        salt = salt_parts(cache_salt)
         self._submitted += 1
-        options = {"priority": operator.index(priority), "number": self._submitted}
+        options = {"priority": operator.index(priority), "number": self._submitted, "cache_salt": salt}
         request = Request(prompt, max_tokens, sampling, stop, **options)
         insort(self.waiting, request, key=_rank)
         return request

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from jaxkv.serving.pool import BlockPool
+from jaxkv.serving.pool import BlockPool, count_common
 from jaxkv.serving.request import ABSENT, Request
-from jaxkv.serving.table import TableKind
+from jaxkv.serving.table import TableKind, partial_table
 from jaxkv.serving.tiers import Tiers
 
 OFFLOADED = -2
@@ -33,8 +33,8 @@ class Prefix:
     ) -> "Prefix":
         """Finds full blocks by key.
 
-        If there is one table, and requests keep all its blocks, it also finds the first tokens of the next block in a
-        block of a running request.
+        If there is one table, and requests keep all its blocks, it also finds the first tokens of the next block, in a
+        block of a running request or in one that was released.
         """
         known = {table.name: _Known(request.keys_of(table.name), pool, tiers) for table in tables}
         end, tokens = _longest(request, tables, known)
@@ -46,13 +46,11 @@ class Prefix:
                 donor.keys_of(table.name)[index : index + 1] == key and donor.filled < stop for donor in running
             ):
                 return cls(tokens, blocks, awaited=True)
-        (table, *others) = tables
-        if table.plain and not others:
-            common = {donor: _common(request, donor, table, end // table.block_size) for donor in running}
-            donor = max(common, key=common.__getitem__, default=request)
-            if common.get(donor):
-                shared = donor.blocks[end // table.block_size]
-                return cls(end + common[donor], {table.name: [*known[table.name].leading(), shared]}, copied=1)
+        table = partial_table(tables)
+        if table is not None:
+            block, count = _next_tokens(request, running, table, end // table.block_size, pool)
+            if count:
+                tokens, blocks = end + count, {table.name: [*known[table.name].leading(), block]}
         written = (blocks[table.name][index : index + 1] for table in tables for index in [tokens // table.block_size])
         copied = sum(block[0] not in (OFFLOADED, ABSENT) and not pool.is_free(block[0]) for block in written if block)
         return cls(tokens, blocks, copied)
@@ -132,20 +130,22 @@ def _longest(request: Request, tables: Sequence[TableKind], known: Mapping[str, 
     return 0, 0
 
 
-def _common(request: Request, donor: Request, table: TableKind, block: int) -> int:
-    """The number of leading tokens that `request` can copy from the donor's block number `block`.
+def _next_tokens(
+    request: Request, running: Sequence[Request], table: TableKind, index: int, pool: BlockPool
+) -> tuple[int, int]:
+    """A block that begins with the most tokens of the request's block number `index`, and how many; (-1, 0) if none.
 
-    It is 0 if earlier blocks differ.  Only tokens that `donor` has cached are counted, and not the request's last
-    token.
+    Earlier tokens are the same.  The request's last token is not counted, and of a running request only those that it
+    has cached.
     """
-    ours, theirs = request.keys_of(table.name), donor.keys_of(table.name)
-    if block and theirs[block - 1 : block] != ours[block - 1 : block]:
-        return 0  # equal keys would mean equal earlier tokens
-    start = block * table.block_size
-    end = start + table.block_size
-    pairs = zip(
-        request.tokens[start : min(end, len(request.tokens) - 1)],
-        donor.tokens[start : min(end, donor.cached)],
-        strict=False,
-    )
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    predecessor = request.predecessor(table.name, index)
+    start = index * table.block_size
+    wanted = request.tokens[start : min(start + table.block_size, len(request.tokens) - 1)]
+    best, most = pool.find_first_tokens(predecessor, wanted)
+    for donor in running:
+        known = len(donor.keys_of(table.name))
+        if known >= index and donor.predecessor(table.name, index) == predecessor:  # then all earlier tokens are equal
+            count = count_common(wanted, donor.tokens[start : donor.cached])
+            if count > most:
+                best, most = donor.held[table.name].blocks[index], count
+    return best, most

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from jaxkv.models.sampling import Sampling
+from jaxkv.serving.pool import Predecessor
 
 ABSENT = -1
 """Stands for a block that a request does not hold: one that has expired, or that was never needed."""
@@ -34,6 +35,8 @@ class Request:
     priority: int = 0
     number: int = 0
     """Counts the requests of an engine."""
+    cache_salt: tuple[bytes, ...] = ()
+    """Only requests with the same salt share blocks."""
     tokens: list[int] = field(init=False)
     """The prompt and the generated tokens."""
     held: dict[str, Held] = field(default_factory=dict, init=False)
@@ -63,6 +66,10 @@ class Request:
     def keys_of(self, table: str) -> list[bytes]:
         """The keys of its full blocks of a table."""
         return self.held[table].keys
+
+    def predecessor(self, table: str, index: int) -> Predecessor:
+        """What block number `index` of a table follows, if the blocks before it are full."""
+        return self.keys_of(table)[index - 1] if index else self.cache_salt
 
     @property
     def generated(self) -> list[int]:
