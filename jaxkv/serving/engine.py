@@ -442,6 +442,8 @@ class Engine(EngineBase):
         """Where the next step of a request ends at most: it has `start` cached tokens, by default as many as now."""
         start = request.cached if start is None else start
         end = min(request.length, start + self._step_tokens)
+        if start < request.checkpoint < end:
+            return request.checkpoint
         if self._state_size and end - end % self._state_size > start:
             end -= end % self._state_size  # the state after a whole block, which other requests can use
         return end
@@ -515,6 +517,7 @@ class Engine(EngineBase):
             prefix = self.block_manager.prefix(request, self.running)
             if prefix.awaited:
                 return None
+            request.checkpoint = prefix.lacks_state_at
             end = self._reach(request, prefix.tokens)
             if not self._places or self.block_manager.blocks_to_join(request, prefix, end) > self.pool.num_free:
                 if not self._preempt_for(request, prefix):

@@ -45,6 +45,8 @@ class Request:
     """The number of leading tokens that have entries in its blocks, including those that a launched step writes."""
     filled: int = field(default=0, init=False)
     """The number of leading tokens whose entries have been written, and are not NaN, as far as the host has read."""
+    checkpoint: int = field(default=0, init=False)
+    """A step ends after this number of tokens, so that others find the state there; 0 if it makes no difference."""
     unread: int = field(default=0, init=False)
     """The number of tokens after `tokens` that launched steps sample, and that the host has not read yet."""
     drafts: list[int] = field(default_factory=list, init=False)
@@ -100,7 +102,8 @@ class Request:
 
     def reset(self) -> None:
         """Forgets what an engine knows of it: its place, its blocks, and the steps that have been launched with it."""
-        self.held, self.cached, self.filled, self.unread, self.drafts, self.place = {}, 0, 0, 0, [], -1
+        self.held, self.cached, self.filled, self.checkpoint = {}, 0, 0, 0
+        self.unread, self.drafts, self.place = 0, [], -1
 
     def append(self, token: int) -> None:
         """Appends the next token; sets `finish_reason` if it is a stop token, or the last of `max_tokens`."""

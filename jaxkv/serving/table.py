@@ -80,8 +80,11 @@ def capacity(tables: Sequence[TableKind], num_blocks: int, step: int) -> int:
 
 
 def partial_table(tables: Sequence[TableKind]) -> TableKind | None:
-    """The table in whose blocks a prefix may end anywhere: the only one, if requests keep all its blocks; else None."""
-    (table, *others) = tables
+    """The table in whose blocks a prefix may end anywhere, or wherever there is a state; None if there is none.
+
+    It is the only one besides those of states, and requests keep all its blocks.
+    """
+    (table, *others) = (table for table in tables if not table.states)
     return table if table.plain and not others else None
 
 
