@@ -33,9 +33,9 @@ class Model:
     parallel: Parallel = field(default=OneDevice(), metadata={"static": True})
     """The devices that hold the model, and what is divided over them."""
     state_block_size: int | None = field(default=None, metadata={"static": True})
-    """Tokens per block of states, in a model with recurrent layers; None if these are those of its other blocks.
+    """Tokens per block of states, in a model with recurrent layers; None for as many as in blocks of entries.
 
-    Prefixes of requests end at multiples of it.  A smaller number finds longer prefixes, but more states take blocks.
+    Prefixes that requests share end at multiples of it.  With fewer tokens, they are longer, but more states are kept.
     """
 
     def __repr__(self):

@@ -79,8 +79,8 @@ class Engine(EngineBase):
 
     A request reuses the longest prefix of its tokens that is cached, and computes the rest.  Full blocks are found by
     their content until they are evicted, whether a request holds them or not.  If a block on the device begins with the
-    next tokens, it is copied, unless the cache has several tables; if a running request is computing the next block,
-    the request waits for that.
+    next tokens, it is copied, unless the cache has several tables of entries; if a running request is computing the
+    next block, the request waits for that.
     With `offload`, full blocks are also stored in host memory.  They are copied while later steps run, so steps do not
     wait, and an evicted block is already stored.  Blocks that are found in the pool are loaded when their request
     joins, and that step waits for them.  Blocks that cannot be loaded are computed.  None of this changes the generated
@@ -92,8 +92,10 @@ class Engine(EngineBase):
     If the layout of the model's cache has several block tables, a request has blocks of each.  Blocks that lie before
     the window of their table are released while the request runs, and can still be found by their content.  A state
     (`StateEntry`) is stored where a step ends.  So that this is the end of a block, where other requests can use the
-    state, chunks end there too; and a step processes only one chunk of a request.  Choose `chunk` as long as a step may
-    take then, and `max_num_batched_tokens` for as many chunks as prompts should be prefilled together.
+    state, chunks end there too; and a step processes only one chunk of a request.  If entries of more tokens are found
+    than there is a state for, a chunk also ends after the last block of states among them, for later requests.  Choose
+    `chunk` as long as a step may take then, and `max_num_batched_tokens` for as many chunks as prompts should be
+    prefilled together.
 
     Args:
       model: from `jaxkv.models.load`.
