@@ -12,7 +12,7 @@ from jaxkv.offload import DiskPool, HostPool
 from jaxkv.serving import Engine
 from serving.toy_engines import draw_ready
 from support import toy_hybrid
-from support.cases import slow
+from support.cases import further, slow
 from support.toy_hybrid import Config, prompt
 
 PARAMS = toy_hybrid.random_params()
@@ -195,7 +195,7 @@ class TestStates:
     def serve(self, served, tokens, count=2):
         return serve(served, tokens, count, self.LAYERS)
 
-    @pytest.mark.parametrize(("chunk", "found"), [(8, 16), (24, 0)])
+    @pytest.mark.parametrize(("chunk", "found"), [(8, 16), further(24, 0)])
     def test_are_stored_where_prefixes_part(self, chunk, found, monkeypatch):
         served, ends, launched = engine(self.LAYERS, chunk=chunk), [], Engine.launched
 
