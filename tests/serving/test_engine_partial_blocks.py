@@ -156,12 +156,18 @@ class TestSalts:
 
     def test_running_requests_of_other_salts_are_neither_copied_nor_awaited(self):
         served = engine()
-        requests = [served.submit(LONG[:7], max_tokens=4, cache_salt=salt) for salt in ("a", "b", "a")]
+        first, other = (served.submit(LONG[:7], max_tokens=9, cache_salt=salt) for salt in ("a", "b"))
         served.step()
-        assert served.waiting == requests[2:]
+        assert served.running == [first, other]
+        served.cancel(other)
+        served.step()
+        assert first.cached >= 7
+        other, same = (served.submit(LONG[:7], max_tokens=4, cache_salt=salt) for salt in ("b", "a"))
+        served.step()
+        assert (other.cached, served.prefix_stats.found) == (7, 6)
         list(served.run())
-        assert served.prefix_stats.found == 6
-        assert [request.generated for request in requests] == [right(LONG[:7], 4)] * 3
+        for request in (first, other, same):
+            assert request.generated == right(request.prompt, request.max_tokens)
 
     def test_a_request_can_be_submitted_again_with_its_salt(self):
         served = engine()
