@@ -109,13 +109,14 @@ class BlockManager:
                 if (block := blocks[index]) == ABSENT:
                     blocks[index] = self.pool.allocate()
                 else:
-                    lost = self.pool.key_of(block) not in (None, *keys[index : index + 1])
-                    more = lost and self.pool.length_of(block) > request.cached - index * table.block_size
-                    if self.pool.is_shared(block) or (more and self.pool.num_free > self.missing_blocks(request, end)):
+                    # What others can find in the block is lost, unless its tokens are only those that are kept.
+                    found = self.pool.key_of(block) not in (None, *keys[index : index + 1])
+                    lost = found and self.pool.length_of(block) > request.cached - index * table.block_size
+                    if self.pool.is_shared(block) or (lost and self.pool.num_free > self.missing_blocks(request, end)):
                         blocks[index] = self.pool.allocate()
                         cache = self._copy(cache, _ids(block), _ids(blocks[index]))
                         self.pool.free(block)
-                    elif lost:
+                    elif found:
                         self.pool.overwrite(block)
                 self.arrays[table.name][request.place, index] = blocks[index]
         return cache
