@@ -79,7 +79,7 @@ MOSAIC_MLA, MOSAIC_KV = ("tests/kernels/mosaic_gpu/test_decode_mla.py",), ("test
 FORMATS = ("tests/kernels/test_formats.py",)
 SERVING = ("tests/serving/test_engine.py",)
 DRAFTS, SAMPLING_TESTS = ("tests/serving/test_engine_drafts.py",), ("tests/models/test_sampling.py",)
-REUSE = ("tests/serving/test_engine_reuse.py",)
+REUSE, PARTIAL = ("tests/serving/test_engine_reuse.py",), ("tests/serving/test_engine_partial_blocks.py",)
 STEPS = ("tests/serving/test_engine_steps.py",)
 INTERRUPTED, LOADS = ("tests/serving/test_interrupted.py",), ("tests/serving/test_engine_loads.py",)
 TABLES = ("tests/serving/test_tables.py", "tests/serving/test_engine_tables.py")
@@ -411,6 +411,27 @@ MUTANTS = {
             "return self.count(request, prefix, end) - kept + prefix.copied",
             "return self.count(request, prefix, end) - kept",
             REUSE,
+        ),
+        Mutant(
+            "a block that is overwritten is still found by its old contents",
+            BLOCK_MANAGER,
+            "                        self.pool.overwrite(block)\n",
+            "                        pass\n",
+            PARTIAL,
+        ),
+        Mutant(
+            "first tokens of a block are shared whatever is before them",
+            PREFIX,
+            "if known >= index and donor.predecessor(table.name, index) == predecessor:",
+            "if known >= index:",
+            PARTIAL,
+        ),
+        Mutant(
+            "no state is stored where prefixes part",
+            ENGINE,
+            "if start < request.checkpoint < end:",
+            "if False:",
+            ("tests/serving/test_engine_tables.py::TestStates",),
         ),
         Mutant(
             "the first token of a window has expired",

@@ -32,6 +32,11 @@ class Model:
     """The `implementation` argument of every operation on the cache."""
     parallel: Parallel = field(default=OneDevice(), metadata={"static": True})
     """The devices that hold the model, and what is divided over them."""
+    state_block_size: int | None = field(default=None, metadata={"static": True})
+    """Tokens per block of states, in a model with recurrent layers; None for as many as in blocks of entries.
+
+    Prefixes that requests share end at multiples of it.  With fewer tokens, they are longer, but more states are kept.
+    """
 
     def __repr__(self):
         layers = f"{self.config.num_layers} layers"
@@ -124,11 +129,12 @@ class Model:
         A block of the table "state" has the states of all recurrent layers after the last token of the block that was
         computed.  Blocks of both tables have as many bytes: with large states, large blocks waste less memory.
         """
+        rate = block_size if self.state_block_size is None else self.state_block_size
         groups = {
             "kv": Group(self.num_cache_layers, self.entry, self.num_kv_heads),
-            STATE: Group(len(recurrent.layers), recurrent.state, rate=block_size, table=STATE, window=1),
+            STATE: Group(len(recurrent.layers), recurrent.state, rate=rate, table=STATE, window=1),
         }
-        sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order}
+        sizes = {"num_blocks": num_blocks, "block_size": {"": block_size, STATE: rate}, "order": order}
         return PackedLayout(groups=groups, dtype=self.entry.dtype, **sizes)  # type: ignore[arg-type]
 
     @property

@@ -11,7 +11,7 @@ from jaxkv.offload.host import Load
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import OFFLOADED, Prefix
 from jaxkv.serving.request import ABSENT, Held, Request
-from jaxkv.serving.table import TableKind
+from jaxkv.serving.table import TableKind, partial_table
 from jaxkv.serving.tiers import Tiers
 
 NOWHERE = -1
@@ -49,6 +49,7 @@ class BlockManager:
         """The most tokens of a request, rounded up to blocks."""
         self.loads: dict[Request, Load] = {}
         """The loads of the prefixes of running requests."""
+        self._partial = partial_table(self.tables)
         self._keys = keys
         self._copy = copy
         # Without tables that keep all blocks, prefixes may end anywhere.
@@ -60,8 +61,7 @@ class BlockManager:
             keys = request.held.setdefault(table.name, Held()).keys
             known = len(keys) * table.block_size
             if len(request.tokens) - known >= table.block_size:
-                options = {"block_size": table.block_size, "table": table.name, "after": keys[-1] if known else None}
-                keys += self._keys(request.tokens[known:], **options)
+                keys += self._keys_after(request, table, len(keys), request.tokens[known:], table.block_size)
 
     def prefix(self, request: Request, running: Sequence[Request]) -> Prefix:
         """The longest cached prefix of a request that waits."""
@@ -108,17 +108,27 @@ class BlockManager:
         return count
 
     def ensure_writable(self, cache: KVCache, request: Request, end: int) -> KVCache:
-        """Gives a request its own blocks for a step that ends at token `end`: new ones, and copies of shared ones."""
+        """Gives a request its own blocks for a step that ends at token `end`: new ones, and copies of shared ones.
+
+        If the request overwrites tokens by which others can find a block, that block is copied too, unless there is no
+        room for it.
+        """
         for table in self.tables:
-            blocks = request.held[table.name].blocks
+            blocks, keys = request.held[table.name].blocks, request.keys_of(table.name)
             for index in self._written(request, table, request.cached, end):
                 blocks += [ABSENT] * (index + 1 - len(blocks))
-                if blocks[index] == ABSENT:
+                if (block := blocks[index]) == ABSENT:
                     blocks[index] = self.pool.allocate()
-                elif self.pool.is_shared(shared := blocks[index]):
-                    blocks[index] = self.pool.allocate()
-                    cache = self._copy(cache, _ids(shared), _ids(blocks[index]))
-                    self.pool.free(shared)
+                else:
+                    # What others can find in the block is lost, unless its tokens are only those that are kept.
+                    found = self.pool.key_of(block) not in (None, *keys[index : index + 1])
+                    lost = found and self.pool.length_of(block) > request.cached - index * table.block_size
+                    if self.pool.is_shared(block) or (lost and self.pool.num_free > self.missing_blocks(request, end)):
+                        blocks[index] = self.pool.allocate()
+                        cache = self._copy(cache, _ids(block), _ids(blocks[index]))
+                        self.pool.free(block)
+                    elif found:
+                        self.pool.overwrite(block)
                 self.arrays[table.name][request.place, index] = blocks[index]
         return cache
 
@@ -135,7 +145,7 @@ class BlockManager:
             contents = {}
             for table, index in filled:
                 held = request.held[table.name]
-                self.pool.name(held.blocks[index], held.keys[index])
+                self._name(held.blocks[index], request, table, index)
                 if table.is_needed_after(self._prefix_size, index):
                     contents[held.keys[index]] = held.blocks[index]
             self.tiers.store(cache, contents)
@@ -165,12 +175,11 @@ class BlockManager:
 
     def _loaded(self, request: Request, load: Load) -> int:
         """Registers the keys of the blocks of a load that is done; returns the number of tokens that they have."""
-        for key, block in load.contents.items():
-            self.pool.name(block, key)
         covered: set[int] = set()
         for table in self.tables:
             for index, key in enumerate(request.keys_of(table.name)):
-                if key in load.contents:
+                if (block := load.contents.get(key)) is not None:
+                    self._name(block, request, table, index)
                     covered.update(range(index * table.block_size, (index + 1) * table.block_size))
         return len(covered)
 
@@ -188,10 +197,14 @@ class BlockManager:
     def free(self, request: Request) -> None:
         """Frees the blocks of a request.  Blocks that other requests share remain held.
 
+        If a prefix may end inside a block, the tokens of its last one can still be found.
+
         Launched steps and loads may still write to the blocks.  Programs that later holders launch run after them.
         """
         if request in self.loads:
             self._end_load(request)
+        if self._partial is not None:
+            self._name_tail(request, self._partial)
         for table in self.tables:
             held = request.held[table.name]
             self.arrays[table.name][request.place] = ABSENT
@@ -208,6 +221,29 @@ class BlockManager:
     def warm_up(self, cache: KVCache) -> KVCache:
         """Compiles the copies of blocks and the programs of transfers."""
         return self.tiers.warm_up(self._copy(cache, _ids(NOWHERE), _ids(NOWHERE)))
+
+    def _name(self, block: int, request: Request, table: TableKind, index: int) -> None:
+        """Registers the key of a full block of a request and, if a prefix may end inside it, its tokens."""
+        position = None
+        if table == self._partial:
+            start = index * table.block_size
+            position = request.predecessor(table.name, index), request.tokens[start : start + table.block_size]
+        self.pool.name(block, request.keys_of(table.name)[index], position)
+
+    def _name_tail(self, request: Request, table: TableKind) -> None:
+        """Registers the tokens of a request's last block, unless it is full or they can be found in another."""
+        index, count = divmod(request.filled, table.block_size)
+        tokens, predecessor = request.tokens[request.filled - count :][:count], request.predecessor(table.name, index)
+        if self.pool.find_first_tokens(predecessor, tokens)[1] < count:
+            (key,) = self._keys_after(request, table, index, tokens, count)
+            self.pool.name(request.held[table.name].blocks[index], key, (predecessor, tokens))
+
+    def _keys_after(
+        self, request: Request, table: TableKind, index: int, tokens: Sequence[int], size: int
+    ) -> list[bytes]:
+        """A key for each `size` of these tokens, which follow the first `index` blocks of a request."""
+        after = request.keys_of(table.name)[index - 1] if index else None
+        return self._keys(tokens, block_size=size, table=table.name, after=after, cache_salt=request.cache_salt)
 
     def _written(self, request: Request, table: TableKind, start: int, end: int) -> range:
         """The indices of the blocks that a request must not share, from token `start` on.

@@ -20,6 +20,7 @@ from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import HostPool, prefix_keys
+from jaxkv.offload.keys import salt_parts
 from jaxkv.ops.blocks import copy_blocks
 from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, restores
@@ -57,8 +58,9 @@ class Engine(EngineBase):
     already been launched with it, and the token of that step is discarded.
 
     A request reuses the longest prefix of its tokens that is cached, and computes the rest.  Full blocks are found by
-    their content until they are evicted, whether a request holds them or not.  If a running request has a block that
-    begins with the next tokens, this block is copied; if it is computing the next block, the request waits for that.
+    their content until they are evicted, whether a request holds them or not.  If a block on the device begins with the
+    next tokens, it is copied, unless the cache has several tables of entries; if a running request is computing the
+    next block, the request waits for that.
     With `offload`, full blocks are also stored in host memory.  They are copied while later steps run, so steps do not
     wait, and an evicted block is already stored.  Blocks that are found in the pool are loaded while the steps of other
     requests run.  Their request has its place and all its blocks meanwhile, so that later requests take only what is
@@ -71,8 +73,10 @@ class Engine(EngineBase):
     If the layout of the model's cache has several block tables, a request has blocks of each.  Blocks that lie before
     the window of their table are released while the request runs, and can still be found by their content.  A state
     (`StateEntry`) is stored where a step ends.  So that this is the end of a block, where other requests can use the
-    state, chunks end there too; and a step processes only one chunk of a request.  Choose `chunk` as long as a step may
-    take then, and `max_num_batched_tokens` for as many chunks as prompts should be prefilled together.
+    state, chunks end there too; and a step processes only one chunk of a request.  If entries of more tokens are found
+    than there is a state for, a chunk also ends after the last block of states among them, for later requests.  Choose
+    `chunk` as long as a step may take then, and `max_num_batched_tokens` for as many chunks as prompts should be
+    prefilled together.
 
     Args:
       model: from `jaxkv.models.load`.
@@ -208,6 +212,7 @@ class Engine(EngineBase):
         stop: Collection[int] | None = None,
         priority: int = 0,
         logprobs: int | None = None,
+        cache_salt: str | bytes | Sequence[str | bytes] | None = None,
     ) -> Request:
         """Makes a request, which `submit` queues.
 
@@ -223,11 +228,14 @@ class Engine(EngineBase):
             position of each generated token, beside that of the token itself.  They are those of the model, before
             temperature and filters.  Steps with such requests run one more program.  It is compiled when it is first
             needed, for each number of rows.  Default: none.
+          cache_salt: requests share cached blocks only if they have the same salt, in this engine and in the pools of
+            `offload`.  It may have several parts, for example the name of a tenant and that of an adapter.
 
         Raises:
           TypeError: a token id (of `prompt`, `stop`) or `priority` is not an integer, or `sampling` is not a Sampling.
           ValueError: the prompt is empty, holds an id outside the vocabulary, or is too long: with `max_tokens`, it
-            would exceed the block table or the cache.  `logprobs` is out of range, or the engine has `drafts`.
+            would exceed the block table or the cache.  `logprobs` is out of range, or the engine has `drafts`; or
+            `cache_salt` is not as `prefix_keys` expects it.
         """
         vocabulary = self.model.config.vocab_size
         prompt = token_ids("prompt", prompt)
@@ -249,7 +257,8 @@ class Engine(EngineBase):
         if logprobs is not None:
             logprobs = self._checked_logprobs(logprobs)
         stop = stop_tokens(stop, self.model.config.stop_tokens)
-        return Request(prompt, max_tokens, sampling, stop, operator.index(priority), num_logprobs=logprobs)
+        options = {"num_logprobs": logprobs, "cache_salt": salt_parts(cache_salt)}
+        return Request(prompt, max_tokens, sampling, stop, operator.index(priority), **options)
 
     @override
     def add(self, request):
@@ -484,6 +493,8 @@ class Engine(EngineBase):
         """Where the next step of a request ends at most: it has `start` cached tokens, by default as many as now."""
         start = request.cached if start is None else start
         end = min(request.length, start + self._step_tokens)
+        if start < request.checkpoint < end:
+            return request.checkpoint
         if self._state_size and end - end % self._state_size > start:
             end -= end % self._state_size  # the state after a whole block, which other requests can use
         return end
@@ -562,6 +573,7 @@ class Engine(EngineBase):
             prefix = self.block_manager.prefix(request, self.running)
             if prefix.awaited:
                 return None
+            request.checkpoint = prefix.lacks_state_at
             end = self._reach(request, prefix.tokens)
             if not self._places or self.block_manager.blocks_to_join(request, prefix, end) > self.pool.num_free:
                 if not self._preempt_for(request, prefix):

@@ -5,9 +5,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from jaxkv.serving.pool import BlockPool
+from jaxkv.serving.pool import BlockPool, count_common
 from jaxkv.serving.request import ABSENT, Request
-from jaxkv.serving.table import TableKind
+from jaxkv.serving.table import TableKind, partial_table
 from jaxkv.serving.tiers import Tiers
 
 OFFLOADED = -2
@@ -26,6 +26,8 @@ class Prefix:
     """How many blocks must be copied, because the request will write to them and others hold them."""
     awaited: bool = False
     """Whether a running request computes the next full block."""
+    lacks_state_at: int = 0
+    """Where a longer prefix would end if there were a state there; 0 if there is no such place."""
 
     @classmethod
     def of(
@@ -33,12 +35,20 @@ class Prefix:
     ) -> "Prefix":
         """Finds full blocks by key.
 
-        If there is one table, and requests keep all its blocks, it also finds the first tokens of the next block in a
-        block of a running request.
+        If there is one table whose blocks requests keep, and others are only of states, it also finds the first tokens
+        of the next block, in a block of a running request or in one that was released.
         """
         known = {table.name: _Known(request.keys_of(table.name), pool, tiers) for table in tables}
-        end, tokens = _longest(request, tables, known)
+        cached = {table.name: known[table.name].tokens(table) for table in tables}
+        leading, block, partial = [], ABSENT, partial_table(tables)
+        if partial is not None:
+            leading = known[partial.name].leading()
+            block, count = _next_tokens(request, running, partial, len(leading), pool)
+            cached[partial.name] += count
+        end, tokens, lacks_state_at = _longest(request, tables, known, cached)
         blocks = {table.name: known[table.name].blocks(table, tokens) for table in tables}
+        if partial is not None and end > len(leading) * partial.block_size:
+            blocks[partial.name] = [*leading, block]
         for table in tables:
             index = end // table.block_size
             key, stop = request.keys_of(table.name)[index : index + 1], (index + 1) * table.block_size
@@ -46,16 +56,9 @@ class Prefix:
                 donor.keys_of(table.name)[index : index + 1] == key and donor.filled < stop for donor in running
             ):
                 return cls(tokens, blocks, awaited=True)
-        (table, *others) = tables
-        if table.plain and not others:
-            common = {donor: _common(request, donor, table, end // table.block_size) for donor in running}
-            donor = max(common, key=common.__getitem__, default=request)
-            if common.get(donor):
-                shared = donor.blocks[end // table.block_size]
-                return cls(end + common[donor], {table.name: [*known[table.name].leading(), shared]}, copied=1)
         written = (blocks[table.name][index : index + 1] for table in tables for index in [tokens // table.block_size])
         copied = sum(block[0] not in (OFFLOADED, ABSENT) and not pool.is_free(block[0]) for block in written if block)
-        return cls(tokens, blocks, copied)
+        return cls(tokens, blocks, copied, lacks_state_at=lacks_state_at)
 
     @property
     def on_device(self) -> list[int]:
@@ -103,49 +106,59 @@ class _Known:
         """The first blocks, up to the first that is absent."""
         return list(takewhile(lambda block: block != ABSENT, map(self.find, range(len(self)))))
 
+    def tokens(self, table: TableKind) -> int:
+        """The end of the last full block that may be of use; without a window, none before it is absent."""
+        return (len(self.leading()) if table.window is None else len(self)) * table.block_size
+
     def blocks(self, table: TableKind, tokens: int) -> list[int]:
         """Block ids of the prefix of `tokens` tokens; ABSENT before the window."""
         needed = table.needed(tokens)
         return [ABSENT] * needed.start + list(map(self.find, needed))
 
 
-def _longest(request: Request, tables: Sequence[TableKind], known: Mapping[str, _Known]) -> tuple[int, int]:
-    """The end of the last full block that is cached in every table, and the length of the prefix.
+def _longest(
+    request: Request, tables: Sequence[TableKind], known: Mapping[str, _Known], cached: Mapping[str, int]
+) -> tuple[int, int, int]:
+    """The end of the longest prefix that is cached in every table, its length, and `Prefix.lacks_state_at`.
 
-    These differ if all tokens of the request are cached: the last of them is computed again.
+    The first two differ if all tokens of the request are cached: the last of them is computed again.
+
+    Args:
+      request: the request.
+      tables: its tables.
+      known: their blocks.
+      cached: up to where the blocks of each may be of use.
     """
     sizes = [table.block_size for table in tables]
     states = [table.block_size for table in tables if table.states]
-    unit = math.lcm(*states) if states else math.gcd(*sizes)
-    ends = [
-        (len(known[table.name].leading()) if table.window is None else len(known[table.name])) * table.block_size
-        for table in tables
-    ]
+    unit = math.lcm(*states) if states else 1 if partial_table(tables) else math.gcd(*sizes)
     expiring = [table for table in tables if table.window is not None]
     last = len(request.tokens) - 1
-    for end in range(min(ends) // unit * unit, 0, -unit):
-        if states and end > last:
-            continue  # there is no state after all tokens but the last
-        tokens = min(end, last)
-        if all(ABSENT not in map(known[table.name].find, table.needed(tokens)) for table in expiring):
-            return end, tokens
-    return 0, 0
+    most = min(cached.values()) // unit * unit
+    if states and most > last:
+        most -= unit  # there is no state after all tokens but the last
+    for end in range(most, 0, -unit):
+        if all(ABSENT not in map(known[table.name].find, table.needed(min(end, last))) for table in expiring):
+            return end, min(end, last), most if most > end and states else 0
+    return 0, 0, most if states else 0
 
 
-def _common(request: Request, donor: Request, table: TableKind, block: int) -> int:
-    """The number of leading tokens that `request` can copy from the donor's block number `block`.
+def _next_tokens(
+    request: Request, running: Sequence[Request], table: TableKind, index: int, pool: BlockPool
+) -> tuple[int, int]:
+    """A block that begins with the most tokens of the request's block number `index`, and how many; (-1, 0) if none.
 
-    It is 0 if earlier blocks differ.  Only tokens that `donor` has cached are counted, and not the request's last
-    token.
+    Earlier tokens are the same.  All tokens of a block are found by its key; here, its last one is not counted, nor is
+    the request's, and of a running request only those that it has cached.
     """
-    ours, theirs = request.keys_of(table.name), donor.keys_of(table.name)
-    if block and theirs[block - 1 : block] != ours[block - 1 : block]:
-        return 0  # equal keys would mean equal earlier tokens
-    start = block * table.block_size
-    end = start + table.block_size
-    pairs = zip(
-        request.tokens[start : min(end, len(request.tokens) - 1)],
-        donor.tokens[start : min(end, donor.cached)],
-        strict=False,
-    )
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+    predecessor = request.predecessor(table.name, index)
+    start = index * table.block_size
+    wanted = request.tokens[start : min(start + table.block_size, len(request.tokens)) - 1]
+    best, most = pool.find_first_tokens(predecessor, wanted)
+    for donor in running:
+        known = len(donor.keys_of(table.name))
+        if known >= index and donor.predecessor(table.name, index) == predecessor:  # then all earlier tokens are equal
+            count = count_common(wanted, donor.tokens[start : donor.cached])
+            if count > most:
+                best, most = donor.held[table.name].blocks[index], count
+    return best, most

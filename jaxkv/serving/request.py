@@ -2,12 +2,13 @@
 
 import operator
 import warnings
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import NamedTuple, TypedDict
 
 from jaxkv.models.sampling import Sampling
+from jaxkv.serving.pool import Predecessor
 
 ABSENT = -1
 """Stands for a block that a request does not hold: one that has expired, or that was never needed."""
@@ -33,6 +34,7 @@ class RequestOptions(TypedDict, total=False):
     stop: Collection[int] | None
     priority: int
     logprobs: int | None
+    cache_salt: str | bytes | Sequence[str | bytes] | None
 
 
 class TokenLogprobs(NamedTuple):
@@ -60,6 +62,8 @@ class Request:
     """Counts the requests of an engine, in the order in which they were queued."""
     num_logprobs: int | None = None
     """For how many most likely tokens `logprobs` has entries; None for no `logprobs`."""
+    cache_salt: tuple[bytes, ...] = ()
+    """Only requests with the same salt share blocks."""
     tokens: list[int] = field(init=False)
     """The prompt and the generated tokens."""
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)
@@ -72,6 +76,8 @@ class Request:
     """The number of leading tokens whose entries have been written, and are not NaN, as far as the host has read."""
     loading: int = field(default=0, init=False)
     """The number of leading tokens whose entries are found, while the blocks are loaded that are not on the device."""
+    checkpoint: int = field(default=0, init=False)
+    """A step ends after this number of tokens, so that others find the state there; 0 if it makes no difference."""
     unread: int = field(default=0, init=False)
     """The number of tokens after `tokens` that launched steps sample, and that the host has not read yet."""
     drafts: list[int] = field(default_factory=list, init=False)
@@ -104,6 +110,10 @@ class Request:
         """The keys of its full blocks of a table."""
         return self.held[table].keys
 
+    def predecessor(self, table: str, index: int) -> Predecessor:
+        """What block number `index` of a table follows, if the blocks before it are full."""
+        return self.keys_of(table)[index - 1] if index else self.cache_salt
+
     @property
     def generated(self) -> list[int]:
         """The generated tokens, including a final stop token."""
@@ -135,8 +145,8 @@ class Request:
         """Forgets all but its tokens: its place, its blocks, and the steps that have been launched with it."""
         if self.finish_reason is None:
             self._finish_if_complete()  # an interrupt may have come between the last token and this
-        self.held, self.cached, self.filled, self.loading, self.unread = {}, 0, 0, 0, 0
-        self.drafts, self.place = [], -1
+        self.held, self.cached, self.filled, self.loading, self.checkpoint = {}, 0, 0, 0, 0
+        self.unread, self.drafts, self.place = 0, [], -1
 
     def append(self, token: int) -> None:
         """Appends the next token; ends the request if it is a stop token, or the last of `max_tokens`."""

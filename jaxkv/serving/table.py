@@ -79,6 +79,15 @@ def capacity(tables: Sequence[TableKind], num_blocks: int, step: int) -> int:
     return bisect_right(range(limit + 1), num_blocks, key=held) - 1
 
 
+def partial_table(tables: Sequence[TableKind]) -> TableKind | None:
+    """The table in whose blocks a prefix may end anywhere, or wherever there is a state; None if there is none.
+
+    It is the only one besides those of states, and requests keep all its blocks.
+    """
+    (table, *others) = (table for table in tables if not table.states)
+    return table if table.plain and not others else None
+
+
 def tables_of(layout: CacheLayout | PackedLayout, block_size: int, *, divided: bool = False) -> tuple[TableKind, ...]:
     """The tables of a layout, the one with the slots of new tokens first.
 

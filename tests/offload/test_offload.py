@@ -72,6 +72,22 @@ class TestKeys:
             ):
                 self.keys(range(4), after=after)
 
+    def test_a_key_covers_each_part_of_the_salt(self):
+        salts = (None, "", "a", "ab", ("a", "b"), ("ab", "c"), ("a", "bc"), ("abc",), ("a", ""), b"\xff", "\ud800")
+        keys = [self.keys(range(8), cache_salt=salt) for salt in salts]
+        assert len({key for found in keys for key in found}) == 2 * len(salts)
+        assert self.keys(range(8), cache_salt=()) == keys[0]
+        assert self.keys(range(8), cache_salt=["a", b"b"]) == self.keys(range(8), cache_salt=(b"a", "b")) == keys[4]
+        assert self.keys(range(8), cache_salt="a", table="t") != self.keys(range(8), cache_salt="a")
+        root = hashlib.sha256(b'["jaxkv", 1, "m", "f", 4, "", ["c3bc", "00"]]').digest()
+        expected = hashlib.sha256(root + struct.pack("<4q", 1, 2, 3, 4)).digest()
+        assert self.keys([1, 2, 3, 4], cache_salt=("\u00fc", b"\0")) == [expected]
+
+    @pytest.mark.parametrize("salt", [7, ("a", None), {"a"}, bytearray(b"a")])
+    def test_salts_that_are_rejected(self, salt):
+        with pytest.raises(ValueError, match=r"`cache_salt` is .*: expected a string or bytes, a tuple of these,"):
+            self.keys(range(4), cache_salt=salt)
+
     def test_a_prompt_can_be_continued(self):
         assert self.keys(range(4, 12), after=self.keys(range(4))[0]) == self.keys(range(12))[1:]
 

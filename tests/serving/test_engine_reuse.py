@@ -37,10 +37,10 @@ def test_a_prefix_outlives_its_request_on_the_device(calls):
     served = engine()
     assert serve(served, prompt(22)) == 0
     assert calls.pop("chunks") == 4
-    # Five full blocks, and what was generated: 22 + 6 - 1 entries.
-    assert serve(served, prompt(22)) == 20
-    assert calls.pop("chunks") == 1
-    assert serve(served, (*prompt(22), *right(prompt(22), 6), 5)) == 24
+    # All but the last token, and what was generated: 22 + 6 - 1 entries.
+    assert serve(served, prompt(22)) == 21
+    assert calls.pop("chunks") == 0
+    assert serve(served, (*prompt(22), *right(prompt(22), 6), 5)) == 27
     assert serve(served, (*prompt(10), *prompt(12, seed=1))) == 0
     assert serve(served, prompt(22)[:13]) == 12
     assert served.prefix_stats.tokens == 22 + 22 + 29 + 22 + 13
@@ -90,8 +90,8 @@ def test_another_engine_finds_a_prefix_on_the_host(order, calls):
     assert calls["chunks"] == 1
     assert other.prefix_stats.loaded == 20
     assert host.stats.loaded == 5
-    # Now it is on the device.
-    assert serve(other, prompt(22)) == 20
+    # Now it is on the device, with the block that generated tokens filled.
+    assert serve(other, prompt(22)) == 21
     assert host.stats.loaded == 5
 
 
@@ -222,7 +222,7 @@ def test_a_load_that_stops_half_way_leaves_nothing_half_visible(monkeypatch):
         broken.setattr(host_module, "write_rows", once)
         assert serve(other, prompt(22)) == 0
     assert not left
-    assert serve(other, prompt(22)) == 20
+    assert serve(other, prompt(22)) == 21
 
 
 def test_who_was_sent_back_finds_what_it_had():

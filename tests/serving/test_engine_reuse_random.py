@@ -6,7 +6,7 @@ import pytest
 from jaxkv.offload import DiskPool, transfers
 from jaxkv.offload import host as host_module
 from jaxkv.serving.engine import Engine
-from serving.toy_engines import disk_pool, draw_ready, engine, fail, host_pool, right
+from serving.toy_engines import check_positions, disk_pool, draw_ready, engine, fail, host_pool, right
 from support.cases import further
 from support.toy_model import prompt
 
@@ -53,6 +53,7 @@ class Walk:
                 self.served.cancel(alive[self.rng.integers(len(alive))])
                 cancelled += 1
             self.served.step()
+            check_positions(self.served.pool)
         for _ in self.served.run():
             pass
         assert cancelled

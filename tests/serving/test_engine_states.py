@@ -1,5 +1,6 @@
 """The engine with models that have states: the tokens are Hugging Face's, also with prefixes from each tier."""
 
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -64,6 +65,25 @@ def test_cold_and_from_each_tier_the_tokens_are_the_same(family, block_size, ord
     third = start(host)
     assert send(third, count=8) == 192
     assert host.stats.read == 192 // block_size + 1  # entries of all blocks, and the last state
+
+
+@pytest.mark.parametrize(
+    ("family", "block_size", "state_block_size"),
+    [further("qwen3_next", 64, 16), slow("qwen3_next", 16, None), slow("kimi_linear", 64, 16)],
+)
+def test_a_prefix_that_is_seen_twice_has_a_state_near_its_end(family, block_size, state_block_size):
+    changed = replace(model(family), state_block_size=state_block_size)
+    served = serving.Engine(changed, num_blocks=40, block_size=block_size, max_requests=3, max_num_batched_tokens=131)
+    (*_, (prompt, tokens)), other = recorded(family), recorded(family)[-2][0]
+    for after in (other, other[::-1]):
+        served.submit(prompt[:60] + after, max_tokens=2, stop=())
+        list(served.run())
+        assert served.prefix_stats.found == 0
+    request = served.submit(prompt, max_tokens=64, stop=())
+    list(served.run())
+    assert request.generated == tokens
+    assert served.prefix_stats.found == 48
+    assert served.pool.num_free == 40
 
 
 @pytest.mark.parametrize(

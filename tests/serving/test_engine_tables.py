@@ -12,7 +12,7 @@ from jaxkv.offload import DiskPool, HostPool
 from jaxkv.serving import Engine
 from serving.toy_engines import draw_ready
 from support import toy_hybrid
-from support.cases import slow
+from support.cases import further, slow
 from support.toy_hybrid import Config, prompt
 
 PARAMS = toy_hybrid.random_params()
@@ -187,6 +187,52 @@ class TestPrefixes:
         assert serve(served, tokens) == 24
 
 
+class TestStates:
+    """Of a table that requests keep, in blocks of 8 tokens, and one of states, in blocks of 4."""
+
+    LAYERS = ("full", "state")
+
+    def serve(self, served, tokens, count=2):
+        return serve(served, tokens, count, self.LAYERS)
+
+    @pytest.mark.parametrize(("chunk", "found"), [(8, 16), further(24, 0)])
+    def test_are_stored_where_prefixes_part(self, chunk, found, monkeypatch):
+        served, ends, launched = engine(self.LAYERS, chunk=chunk), [], Engine.launched
+
+        def recording(self, schedule, shape, found):
+            ends.extend(span.end for span in schedule.prefill)
+            launched(self, schedule, shape, found)
+
+        monkeypatch.setattr(Engine, "launched", recording)
+        tokens = prompt(30)
+        assert self.serve(served, tokens) == 0
+        assert (20 in ends, 24 in ends) == (False, True)
+        # The entries of 21 tokens are found, but the last state before is that at the end of a chunk.
+        assert self.serve(served, tokens[:21] + prompt(7, seed=1)) == found
+        assert 20 in ends
+        assert self.serve(served, tokens[:21] + prompt(9, seed=2)) == 20
+        assert self.serve(served, tokens[:20]) == found
+        assert self.serve(served, tokens) == 28
+
+    def test_are_found_after_the_last_tokens_of_a_request(self):
+        served = engine(self.LAYERS)
+        for end in (30, 29, 33):
+            tokens = prompt(13, seed=end)
+            self.serve(served, tokens, end - 12)  # it has `end` cached tokens
+            assert self.serve(served, (*tokens, *right(tokens, end - 12, self.LAYERS), 7)) == end // 4 * 4
+
+    def test_of_a_running_request_are_used_with_a_copy_of_its_block(self):
+        served = engine(self.LAYERS)
+        first = served.submit(prompt(13), max_tokens=20)
+        while len(first.generated) < 9:
+            served.step()
+        second = served.submit((*first.tokens, 5), max_tokens=3)
+        finish(served)
+        assert served.prefix_stats.found == 20
+        for request in (first, second):
+            assert request.generated == right(request.prompt, request.max_tokens, self.LAYERS)
+
+
 class TestTiers:
     @kinds
     def test_host_and_disk(self, layers, tmp_path):
@@ -255,7 +301,7 @@ def test_out_of_blocks_requests_are_preempted_and_recomputed(num_blocks, monkeyp
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("layers", [ALL, WITHOUT_STATES], ids="+".join)
+@pytest.mark.parametrize("layers", [ALL, WITHOUT_STATES, slow(("full", "state"))], ids="+".join)
 def test_random_walks_give_the_tokens_of_an_engine_without_reuse(layers, seed):
     rng = np.random.default_rng(seed)
     host = HostPool(model(layers).layout(1, BLOCK), 24)

@@ -57,7 +57,7 @@ def test_cold_and_from_each_tier_the_tokens_are_the_same(family, order, tmp_path
     host = host_pool(family, disk_pool(family, tmp_path, order), order)
     first = engine(family, host, order)
     assert serve(family, first) == 0
-    assert serve(family, first) == 192
+    assert serve(family, first) == 199  # the last block, which generated tokens filled, begins with the last 8
     assert first.prefix_stats.loaded == 0
     second = engine(family, host, order)
     assert serve(family, second) == second.prefix_stats.loaded == 192

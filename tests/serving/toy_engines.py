@@ -43,6 +43,15 @@ def serve(served, tokens, count=6):
     return served.prefix_stats.found - before
 
 
+def check_positions(pool):
+    """In an engine with one table, exactly the blocks that can be found by key can be found by their first tokens."""
+    assert pool._positions.keys() == pool._keys.keys()
+    followers = [(block, (after, of)) for after, blocks in pool._followers.items() for of, block in blocks]
+    assert len(followers) == len(pool._positions)
+    assert dict(followers) == pool._positions
+    assert all(blocks and blocks == sorted(blocks) for blocks in pool._followers.values())
+
+
 def draw_ready(served, rng):
     """Has the next steps run any of the programs that hold them, as if others were not compiled yet."""
     buckets = served.buckets
