@@ -21,7 +21,7 @@ import jaxkv
 from jaxkv import models, serving
 from jaxkv.checks import FLOATS
 from jaxkv.terminal.memory import nbytes, require_memory
-from jaxkv.terminal.options import add_entry_format, positive, seed
+from jaxkv.terminal.options import add_entry_format, integer, positive, seed
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
 from jaxkv.terminal.token_text import IdStream, StopStrings, TextStream, reported
@@ -44,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-tokens", type=positive, default=64, help="tokens to generate for each prompt (64)")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 always takes the most likely token (0)")
     text = "draw from so many most likely tokens (0: all)"
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help=text)
+    parser.add_argument("--top-k", type=integer(0), default=0, metavar="K", help=text)
     text = "draw from the most likely tokens that have this total probability (1)"
     parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help=text)
     text = "draw from tokens of at least this fraction of the probability of the most likely one (0)"

@@ -20,7 +20,7 @@ from jax.stages import Compiled, Lowered
 
 import jaxkv
 import jaxkv_kernels
-from jaxkv_kernels.mosaic_gpu.runtime.device import assumed_multiprocessors, interpreting
+from jaxkv.dispatch import BACKENDS
 
 _log = logging.getLogger("jaxkv")
 FOLDER = "jaxkv-programs"
@@ -111,7 +111,7 @@ def _digest(about: tuple, arguments: tuple) -> str:
     parts = (
         *(_sources(), _versions(), device.device_kind, device.client.platform_version, jax.device_count()),
         *(item for item in sorted(jax.config.values.items()) if not _is_of_caches(item[0])),
-        *(os.environ.get("XLA_FLAGS"), interpreting.value, assumed_multiprocessors.value),
+        *(os.environ.get("XLA_FLAGS"), [backend.unavailable_reasons() for backend in BACKENDS]),
         *(about, [(leaf.shape, leaf.dtype, getattr(leaf, "sharding", None)) for leaf in leaves]),
     )
     digest = hashlib.sha256(pickle.dumps(structure))  # with all static parts, of which a text may leave something out
