@@ -155,10 +155,10 @@ def test_files_that_were_forged_change_no_token(secret, tmp_path):
     prompts, rng = [prompt(38, seed) for seed in range(4)], np.random.default_rng(0)
     kinds = [*forged_blocks.KINDS, forged_blocks.another_block] if secret else forged_blocks.KINDS
 
-    def host():
-        return host_pool(num_blocks=4, disk=disk_pool(tmp_path, secret=secret))
+    def host(num_blocks=4):
+        return host_pool(num_blocks=num_blocks, disk=disk_pool(tmp_path, secret=secret))
 
-    writer = host()
+    writer = host(num_blocks=40)  # the engine stores no blocks while the pool is full of those that the disk lacks
     first = engine(offload=writer)
     for tokens in prompts:
         assert serve(first, tokens) == 0
