@@ -28,8 +28,8 @@ class AsyncEngine:
             async for token in stream:  # or `for`, which blocks
                 ...
 
-    If a step raises an exception, this ends, although the engine could continue: the exception might come again in every
-    step.  Every stream that has not ended raises a RuntimeError after its last token, and so does `submit`; the
+    If a step raises an exception, this ends, although the engine could continue: the exception might come again in
+    every step.  Every stream that has not ended raises a RuntimeError after its last token, and so does `submit`; the
     exception is its cause.
 
     The thread has its own contexts of JAX, such as that of `jax.default_matmul_precision`: set what the engine needs by
