@@ -56,7 +56,7 @@ class AsyncEngine:
         self._open = True
         """Whether requests may be added."""
         self._error: BaseException | None = None
-        """The exception that has ended the engine."""
+        """The exception that a step has raised."""
         self._running = True
         """Whether the thread continues."""
         self._thread = Thread(target=self._serve, name="jaxkv-engine", daemon=True)
@@ -66,8 +66,8 @@ class AsyncEngine:
     def submit(self, prompt: Sequence[int], **options: Unpack[RequestOptions]) -> "Stream":
         """Queues a request, and returns the stream of its tokens without waiting for the engine.
 
-        The options and errors are those of `Engine.new_request`, and RuntimeError if this is closed or an exception
-        has ended the engine.
+        The options and errors are those of `Engine.new_request`, and RuntimeError if this is closed or a step has
+        raised an exception.
         """
         channel = _Channel(self._engine.new_request(prompt, **options))
         with self._lock:
@@ -86,8 +86,8 @@ class AsyncEngine:
     def close(self) -> None:
         """Cancels all requests that have not ended, and waits for the end of the thread.
 
-        The thread ends after the step that it is in.  Streams end.  The engine may be used without this object then,
-        unless an exception has ended it.  May be called again.
+        The thread ends after the step that it is in.  Streams end.  The engine may be used without this object then.
+        If a step has raised an exception, the engine still has the requests.  May be called again.
         """
         with self._lock:
             if self._open:
@@ -150,8 +150,8 @@ class AsyncEngine:
 class Stream:
     """The tokens of one request, as they come: an iterator that blocks, and an asynchronous one.
 
-    Each token is returned once, to whoever asks first.  If a task that waits for a token is cancelled, or if this
-    object is dropped before the end, the request is cancelled.
+    Each token is returned once, to the first of its consumers.  If a task that waits for a token is cancelled, or if
+    this object is dropped before the end, the request is cancelled.
 
     Made by `AsyncEngine.submit`.
 

@@ -187,7 +187,7 @@ class Engine(EngineBase):
         self._new: deque[tuple[Request, int]] = deque()
         self._launched: deque[tuple[Any, dict[int, Span]]] = deque()
         """Steps whose tokens have not been read: the sampled tokens and their log probabilities (None if no request
-        asked for them), or what drafts found; and the span of each row."""
+        needs them), or the results of `verify_and_draft`; and the span of each row."""
         # The cache is donated, so that it is updated in place.
         self.program = program.run_layers if drafts is None else verify_and_draft
         self._layers = Program(self.program, donate="cache", compiler_options=model.compiler_options)
@@ -456,8 +456,8 @@ class Engine(EngineBase):
             greedy = all(span.request.sampling.temperature == 0 for span in rows.values())
             likeliest, draw = self._samplers
             tokens = self._sample(likeliest if greedy else draw, found, rows)
-            asked = any(span.samples and span.request.num_logprobs is not None for span in rows.values())
-            found = tokens, self._logprobs(found, tokens) if asked else None
+            needed = any(span.samples and span.request.num_logprobs is not None for span in rows.values())
+            found = tokens, self._logprobs(found, tokens) if needed else None
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
         self._launched.append((found, rows))
@@ -585,7 +585,7 @@ class Engine(EngineBase):
         request.place = self._places.pop()
         self.block_manager.allocate(request, prefix)
         request.cached = request.filled = prefix.tokens
-        self.cache = self.block_manager.ensure_writable(self.cache, request, self._reach(request))
+        self.cache = self.block_manager.ensure_writable(self.cache, request, end)
         if prefix.is_offloaded:
             request.cached, request.filled, request.loading = 0, 0, prefix.tokens
             self.block_manager.load(self.cache, request, prefix)

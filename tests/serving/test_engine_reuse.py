@@ -12,7 +12,20 @@ from jaxkv.offload import HostPool, transfers
 from jaxkv.offload import host as host_module
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.pool import BlockPool
-from serving.toy_engines import BLOCK, MODEL, PARAMS, disk_pool, engine, fail, host_pool, join_compilers, right, serve
+from serving.toy_engines import (
+    BLOCK,
+    COMPILED,
+    MODEL,
+    PARAMS,
+    disk_pool,
+    engine,
+    fail,
+    host_pool,
+    join_compilers,
+    names_of,
+    right,
+    serve,
+)
 from support import forged_blocks, toy_model
 from support.toy_model import prompt
 
@@ -252,15 +265,8 @@ def test_nan_is_not_passed_on():
 @pytest.fixture
 def compiled():
     """The names of the programs that are compiled."""
-    names = []
-
-    def listener(event, seconds, *, fun_name="", **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(fun_name)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listener)
+    with names_of(COMPILED) as names:
+        yield names
 
 
 def test_after_the_warm_up_nothing_is_compiled(compiled, monkeypatch):

@@ -2,7 +2,6 @@
 
 from functools import cache
 
-import jax
 import numpy as np
 import pytest
 
@@ -10,7 +9,7 @@ from jaxkv.models.sampling import Sampling
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import DiskPool, HostPool
 from jaxkv.serving import Engine
-from serving.toy_engines import draw_ready
+from serving.toy_engines import COMPILED, draw_ready, names_of
 from support import toy_hybrid
 from support.cases import further, slow
 from support.toy_hybrid import Config, prompt
@@ -350,18 +349,9 @@ def test_after_the_warm_up_nothing_is_compiled():
         num_blocks=39, max_requests=1, max_num_batched_tokens=9, offload=HostPool(model().layout(1, BLOCK), 64)
     )
     served.warm_up()
-    names = []
-
-    def listener(event, seconds, *, fun_name="", **_):
-        if event == "/jax/core/compile/backend_compile_duration":
-            names.append(fun_name)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    try:
+    with names_of(COMPILED) as names:
         for seed in (0, 1, 0):
             serve(served, prompt(29, seed), count=20)
-    finally:
-        jax.monitoring.unregister_event_duration_listener(listener)
     assert names == []
 
 

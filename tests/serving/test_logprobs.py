@@ -1,4 +1,4 @@
-"""Log probabilities of generated tokens: those of the model, for the requests that asked for them, and at no cost
+"""Log probabilities of generated tokens: those of the model, for the requests that have them, and at no cost
 for others."""
 
 import numpy as np
@@ -35,11 +35,11 @@ def check(request, count):
 def test_they_are_those_of_the_model_before_temperature_and_filters():
     served = engine(num_blocks=32)
     hot = Sampling(3.0, 0.9, 1, top_k=40, min_p=0.01)
-    asked = [(prompt(9), 3, Sampling()), (prompt(5), 0, hot), (prompt(17), 20, hot)]
-    requests = [served.submit(p, max_tokens=8, logprobs=count, sampling=sampling) for p, count, sampling in asked]
+    options = [(prompt(9), 3, Sampling()), (prompt(5), 0, hot), (prompt(17), 20, hot)]
+    requests = [served.submit(p, max_tokens=8, logprobs=count, sampling=sampling) for p, count, sampling in options]
     plain = served.submit(prompt(11), max_tokens=8)
     finish(served)
-    for request, (_, count, _) in zip(requests, asked, strict=True):
+    for request, (_, count, _) in zip(requests, options, strict=True):
         check(request, count)
     assert requests[0].generated == right(prompt(9), 8)
     assert [top[0][0] for _, top in requests[0].logprobs] == requests[0].generated

@@ -8,7 +8,7 @@ import pytest
 
 from jaxkv.serving import program_cache
 from jaxkv.serving.program_cache import FOLDER, Program
-from serving.toy_engines import engine, serve
+from serving.toy_engines import LOWERED, engine, names_of, serve
 from support import toy_model
 from support.toy_model import prompt
 
@@ -30,15 +30,8 @@ def folder(tmp_path):
 @pytest.fixture
 def lowered():
     """Names of the functions that are lowered."""
-    names = []
-
-    def listener(event, seconds, *, fun_name="", **_):
-        if event == "/jax/core/compile/jaxpr_to_mlir_module_duration":
-            names.append(fun_name)
-
-    jax.monitoring.register_event_duration_secs_listener(listener)
-    yield names
-    jax.monitoring.unregister_event_duration_listener(listener)
+    with names_of(LOWERED) as names:
+        yield names
 
 
 def run(function=added, *, donate="x", size=4, options=None):

@@ -1,7 +1,10 @@
 """Engines of a toy model, with pools behind them."""
 
 import threading
+from contextlib import contextmanager
 from functools import cache
+
+import jax
 
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import DiskPool, HostPool
@@ -56,6 +59,26 @@ def draw_ready(served, rng):
     """Has the next steps run any of the programs that hold them, as if others were not compiled yet."""
     buckets = served.buckets
     buckets.ready = {*buckets.largest, *(shape for shape in buckets.shapes if rng.random() < 0.5)}
+
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+
+
+@contextmanager
+def names_of(event):
+    """Collects the names of the programs for which JAX reports this event."""
+    names = []
+
+    def listener(reported, seconds, *, fun_name="", **_):
+        if reported == event:
+            names.append(fun_name)
+
+    jax.monitoring.register_event_duration_secs_listener(listener)
+    try:
+        yield names
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listener)
 
 
 def join_compilers():
