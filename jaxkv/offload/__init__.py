@@ -8,18 +8,22 @@ that stops half-way raises `LoadFailed`.  A damaged file raises `DamagedBlock`; 
 """
 
 from jaxkv.offload.block_file import DamagedBlock
+from jaxkv.offload.connector import Arrival, Connector, Pull
 from jaxkv.offload.disk import DiskPool
 from jaxkv.offload.host import HostPool, LoadFailed, Stats
 from jaxkv.offload.hot_rows import HostEntries, HotRows
 from jaxkv.offload.keys import prefix_keys
 
 __all__ = [
+    "Arrival",
+    "Connector",
     "DamagedBlock",
     "DiskPool",
     "HostEntries",
     "HostPool",
     "HotRows",
     "LoadFailed",
+    "Pull",
     "Stats",
     "prefix_keys",
 ]

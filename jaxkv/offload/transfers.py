@@ -2,17 +2,23 @@
 engines.
 """
 
+from collections.abc import Iterator, Sequence
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.checks import check_cache, check_one_buffer
+from jaxkv.checks import check_cache, check_one_buffer, describe
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv.ops.blocks import read_blocks, write_blocks
 from jaxkv_kernels.formats.entries import Entry
 
 Layout = CacheLayout | PackedLayout
+
+SKIPPED = -1
+"""A block id outside every cache."""
 
 read_rows = jax.jit(read_blocks, static_argnames="implementation")
 """`read_blocks`, compiled."""
@@ -43,6 +49,13 @@ def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((group.pages.block_elements,), group.dtype)
 
 
+def check_rows(name: str, rows: object, count: int, layout: Layout) -> None:
+    """ValueError unless `rows` are `count` blocks of `layout`."""
+    row = row_of(layout)
+    if (getattr(rows, "shape", None), getattr(rows, "dtype", None)) != ((count, *row.shape), row.dtype):
+        raise ValueError(f"{name} is {describe(rows)}: expected {row.dtype}[{count}, {row.shape[0]}], a row per key")
+
+
 def check_exchange(cache: KVCache, layout: Layout) -> None:
     """ValueError unless `cache` has blocks of `layout`.  If `layout` is packed, `cache` may be a view of any group."""
     check_cache(cache, Entry)
@@ -52,6 +65,25 @@ def check_exchange(cache: KVCache, layout: Layout) -> None:
             "`cache` has other blocks than the pool: make another pool, or convert them with `jaxkv.convert_blocks`\n"
             f"the cache has\n{cache.layout}\nthe pool stores\n{layout}"
         )
+
+
+def in_powers_of_two(count: int, most: int) -> Iterator[slice]:
+    """Splits `count` items into parts of at most `most`, a power of two each, so that few programs are compiled."""
+    start = 0
+    while start < count:
+        stop = start + (1 << (min(count - start, most).bit_length() - 1))
+        yield slice(start, stop)
+        start = stop
+
+
+def padded(ids: Sequence[int] | np.ndarray, rows: jax.Array | None = None):
+    """Block ids, int32 [n], and their rows [n, E], with `SKIPPED` and rows of zeros up to the next power of two.
+
+    Without rows, returns the ids alone.  As a program is compiled for each length, there are few then.
+    """
+    excess = (1 << (len(ids) - 1).bit_length()) - len(ids) if len(ids) else 0
+    ids = np.pad(np.asarray(ids, np.int32), (0, excess), constant_values=SKIPPED)
+    return ids if rows is None else (ids, jnp.pad(rows, [(0, excess), (0, 0)]))
 
 
 def to_host(rows: jax.Array) -> HostArray:

@@ -427,8 +427,8 @@ WRONG = {
     "no axis": (lambda: models.TensorParallel(mesh_of(2), "y"), ["`axis`", "'y'", "x"]),
     "an engine of data": (lambda: serving.Engine(load("deepseek_v3", data(2)), num_blocks=4), ["`model`", "Replicas"]),
     "replicas of one pool": (
-        lambda: serving.Replicas(load(SMALL, data(2)), num_blocks=4, offload=object()),
-        ["`offload`", "several engines cannot share a pool"],
+        lambda: serving.Replicas(load(SMALL, data(2)), num_blocks=4, connectors=[object()]),
+        ["`connectors`", "several engines cannot share them"],
     ),
     "replicas of heads": (
         lambda: serving.Replicas(load("deepseek_v3", tensor(4)), num_blocks=4),
@@ -450,5 +450,5 @@ def test_an_engine_on_several_devices_takes_no_host_pool(monkeypatch):
     layout = model.layout(4, 4)
     cache = parallel.zeros(layout, mesh, "x")
     monkeypatch.setattr(toy_model.ToyModel, "cache", lambda *_: cache)
-    with pytest.raises(ValueError, match="`offload` supports a cache on one device: this cache is on NamedSharding"):
-        serving.Engine(model, num_blocks=4, block_size=4, offload=HostPool(layout, 4))
+    with pytest.raises(ValueError, match="supports a cache on one device: this cache is on NamedSharding"):
+        serving.Engine(model, num_blocks=4, block_size=4, connectors=[HostPool(layout, 4)])

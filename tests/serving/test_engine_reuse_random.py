@@ -19,7 +19,7 @@ class Walk:
     def __init__(self, seed, monkeypatch, folder):
         self.rng = np.random.default_rng(seed)
         self.host = host_pool(num_blocks=8, disk=disk_pool(folder))
-        self.served = engine(num_blocks=14, offload=self.host)
+        self.served = engine(num_blocks=14, connectors=[self.host])
         self.sent_back = 0
         for place, name in ((transfers, "to_host"), (transfers, "to_device"), (host_module, "write_rows")):
             monkeypatch.setattr(place, name, self.flaky(getattr(place, name)))
