@@ -20,6 +20,7 @@ from jaxkv.offload import transfers
 from jaxkv.offload.block_file import DamagedBlock
 from jaxkv.offload.connector import Arrival, Connector, Pull
 from jaxkv.offload.disk import DiskPool
+from jaxkv.offload.events import BlockEvents
 from jaxkv.offload.keys import checked_key, checked_keys
 from jaxkv.offload.transfers import (
     SKIPPED,
@@ -131,6 +132,7 @@ class Chunks:
     """A mapping from keys of blocks to the chunks that hold them.  A chunk is added and removed as a whole."""
 
     def __init__(self):
+        self.events = BlockEvents()
         self._places: dict[bytes, tuple[Chunk, int]] = {}
         self._chunks: dict[Chunk, None] = {}
         """Least recently used first."""
@@ -150,14 +152,20 @@ class Chunks:
         """The chunk of a block and its row there.  KeyError if no chunk has it."""
         return self._places[key]
 
+    def find(self, key: bytes) -> tuple[Chunk, int] | None:
+        """The chunk of a block and its row there; None if no chunk has it.  Any thread may call this."""
+        return self._places.get(key)
+
     def add(self, chunk: Chunk) -> None:
         """Adds a chunk; none of its blocks may be in another chunk."""
         self._chunks[chunk] = None
         self._places.update((key, (chunk, row)) for row, key in enumerate(chunk.keys))
+        self.events.stored(chunk.keys)
 
     def remove(self, chunk: Chunk) -> None:
         """Removes a chunk if it is present, also if an interrupted `add` or `remove` has left only a part of it."""
         if chunk in self._chunks:
+            self.events.removed(chunk.keys)
             for key in chunk.keys:
                 if key in self._places and self._places[key][0] is chunk:
                     del self._places[key]
@@ -283,6 +291,31 @@ class HostPool(Connector):
 
     def _has(self, key: bytes) -> bool:
         return key in self._chunks or (self.disk is not None and key in self.disk)
+
+    @property
+    def events(self) -> BlockEvents:
+        """Which blocks come to host memory and leave it."""
+        return self._chunks.events
+
+    def rows(self, keys: Iterable[bytes]) -> tuple[list[bytes], np.ndarray]:
+        """Copies blocks from host memory.  Any thread may call this while another uses the pool.
+
+        Args:
+          keys: keys of blocks.
+
+        Returns:
+          Those keys [n] whose blocks are in host memory, and the blocks [n, E] of the layout's dtype.  If a block is
+          still being stored, waits until it has arrived.
+
+        Raises:
+          JaxRuntimeError: a block could not be stored, because its transfer failed.
+        """
+        found = {key: place for key in keys if (place := self._chunks.find(key)) is not None}
+        chunks = {chunk: transfers.to_numpy(chunk.rows) for chunk, _ in found.values()}
+        rows = np.empty((len(found), *self._row.shape), self._row.dtype)
+        for n, (chunk, row) in enumerate(found.values()):
+            rows[n] = chunks[chunk][row]
+        return list(found), rows
 
     @property
     def blocks_in_flight(self) -> int:
