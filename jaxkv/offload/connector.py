@@ -62,10 +62,12 @@ class Connector(ABC):
     Attributes:
       layout: the layout of the blocks, as `model.layout` returns it, with any number of blocks.  Engines whose blocks
         are others reject the connector.
+      devices: over how many devices the blocks are divided.  A row has their parts, one after the other.
       pull_timeout: after so many seconds without an arrival, the engine releases a pull and computes the blocks.
     """
 
     layout: Layout
+    devices: int = 1
     pull_timeout: float = 60.0
 
     @abstractmethod

@@ -28,10 +28,9 @@ from jaxkv.offload.transfers import (
     Layout,
     check_exchange,
     in_powers_of_two,
-    read_rows,
     row_of,
-    write_rows,
 )
+from jaxkv.ops.rows import read_rows, write_rows
 from jaxkv_kernels.addressing import one_array
 
 CHUNK_BYTES = 2**26
@@ -234,6 +233,8 @@ class HostPool(Connector):
         at least one block).  On GPUs, all memory is pinned when the pool is made, which takes about half a second per
         GB.
       disk: a pool on disk for the same layout, which can hold more blocks and keeps them after the process ends.
+      devices: over how many devices blocks are divided, each of which stores and loads its part
+        (`model.cache_devices`).
       device: the device whose host memory is used; by default the first device of this process.
       implementation: the `implementation` with which `read_blocks` and `write_blocks` are called.
 
@@ -249,16 +250,23 @@ class HostPool(Connector):
         num_blocks: int,
         *,
         disk: DiskPool | None = None,
+        devices: int = 1,
         device: jax.Device | None = None,
         implementation=None,
     ):
-        self.layout, self.disk = layout, disk
-        self.num_blocks, self._row = positive_int("num_blocks", num_blocks, below=None), row_of(layout)
-        self.block_nbytes = self._row.size * self._row.dtype.itemsize
+        self.layout, self.disk, self.devices = layout, disk, devices
+        self.num_blocks = positive_int("num_blocks", num_blocks, below=None)
+        self.row = row_of(layout, devices)
+        """Shape and dtype of a block."""
+        self.block_nbytes = self.row.size * self.row.dtype.itemsize
         if not isinstance(disk, DiskPool | None):
             raise ValueError(f"`disk` is a {type(disk).__name__}: expected a DiskPool, or None")
         if disk is not None and disk.layout.fingerprint != layout.fingerprint:
             raise ValueError(f"`disk` holds other blocks\n{disk.layout}\nexpected those of\n{layout}")
+        if disk is not None and disk.devices != devices:
+            raise ValueError(
+                f"`disk` holds blocks that are divided over {disk.devices} devices: expected {devices}, `devices`"
+            )
         self.stats = Stats()
         self._implementation = implementation
         longest = max(1, min(CHUNK_BYTES // self.block_nbytes, self.num_blocks // POOL_CHUNKS))
@@ -312,7 +320,7 @@ class HostPool(Connector):
         """
         found = {key: place for key in keys if (place := self._chunks.find(key)) is not None}
         chunks = {chunk: transfers.to_numpy(chunk.rows) for chunk, _ in found.values()}
-        rows = np.empty((len(found), *self._row.shape), self._row.dtype)
+        rows = np.empty((len(found), *self.row.shape), self.row.dtype)
         for n, (chunk, row) in enumerate(found.values()):
             rows[n] = chunks[chunk][row]
         return list(found), rows
@@ -459,7 +467,7 @@ class HostPool(Connector):
         Raises:
           ValueError: `cache` has other blocks than this pool.
         """
-        check_exchange(cache, self.layout)
+        check_exchange(cache, self.layout, self.devices)
         for length in (1 << n for n in range(self._chunk_blocks.bit_length())):
             nowhere = np.full(length, SKIPPED, np.int32)
             rows = transfers.to_host(read_rows(cache, nowhere, implementation=self._implementation))
@@ -538,7 +546,7 @@ class HostPool(Connector):
         self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, distinct: bool = False
     ) -> tuple[list[int], list[bytes]]:
         """`blocks` as Python ints, and `keys` as a list; ValueError unless all arguments are valid."""
-        check_exchange(cache, self.layout)
+        check_exchange(cache, self.layout, self.devices)
         ids, keys = block_ids("blocks", blocks, cache.layout.num_blocks, distinct=distinct), checked_keys(keys)
         if len(ids) != len(keys):
             raise ValueError(f"`blocks` has {len(ids)} ids and `keys` {len(keys)}: expected as many")
@@ -638,7 +646,7 @@ class HostPool(Connector):
     def _read(self, keys: tuple[bytes, ...], disk: DiskPool, sharding: jax.sharding.Sharding) -> Chunk:
         """Reads blocks from disk into one array in host memory."""
         start = time.perf_counter()
-        rows = np.empty((len(keys), *self._row.shape), self._row.dtype)
+        rows = np.empty((len(keys), *self.row.shape), self.row.dtype)
         try:
             for n, key in enumerate(keys):  # one file open at a time
                 rows[n] = disk.load(key)

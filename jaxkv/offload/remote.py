@@ -2,7 +2,7 @@
 
 Each `RemoteBlocks` has a connection to each server, on which both send messages, objects of JSON:
 
-    server   {"layout": fingerprint}                        once, first
+    server   {"layout": [fingerprint, elements]}            once, first: those of its blocks
              {"stored": [key, ...]}, {"removed": [...]}     blocks that come to host memory (at first all) and leave it
              {"reply": number, "keys": [...], "ticket": t}  which of the requested blocks it has; null if none
     engine   {"request": number, "keys": [...]}             which blocks it needs
@@ -27,6 +27,7 @@ from queue import SimpleQueue
 from threading import Event, Thread
 from typing import Any, override
 
+import jax
 import numpy as np
 
 from jaxkv.offload.connector import Arrival, Connector, Pull
@@ -121,7 +122,7 @@ class BlockServer:
         # Without a password: a peer that connects and says nothing must not keep others waiting.
         self._listener = Listener(address, "AF_INET", backlog=16)
         self.address: Address = self._listener.address  # type: ignore[assignment]
-        self._most = _blocks_per_reply(pool.layout)
+        self._most = _blocks_per_reply(pool.row)
         self._open = True
         self._links: set[_Link] = set()
         Thread(target=self._accept, name="jaxkv-block-server", daemon=True).start()
@@ -149,7 +150,7 @@ class BlockServer:
             except Exception:  # another password, or something else than a RemoteBlocks
                 return
             link, offers = _Link(connection), dict[int, Ticket]()
-            link.send({"layout": self._pool.layout.fingerprint})
+            link.send({"layout": [self._pool.layout.fingerprint, self._pool.row.size]})
             listener = partial(_report, link)
             self._links.add(link)
             self._pool.events.subscribe(listener)
@@ -196,6 +197,7 @@ class RemoteBlocks(Connector):
       servers: their addresses, host and port.  Blocks are pulled from the first that has them.
       authkey: the password of the servers.
       transport: how blocks are fetched; of the same kind as those of the servers.
+      devices: over how many devices blocks are divided (`model.cache_devices`).
       pull_timeout: after so many seconds without an arrival, an engine ends a pull and computes the blocks.
 
     Raises:
@@ -209,12 +211,14 @@ class RemoteBlocks(Connector):
         *,
         authkey: bytes,
         transport: Transport,
+        devices: int = 1,
         pull_timeout: float = 5.0,
     ):
-        self.layout, self.pull_timeout = layout, pull_timeout
-        self._most = _blocks_per_reply(layout)
+        self.layout, self.devices, self.pull_timeout = layout, devices, pull_timeout
+        row = row_of(layout, devices)
+        self._most = _blocks_per_reply(row)
         _checked(authkey)
-        self._peers = [_Peer(address, authkey, layout, transport) for address in servers]
+        self._peers = [_Peer(address, authkey, layout.fingerprint, row, transport) for address in servers]
 
     @override
     def __contains__(self, key):
@@ -268,9 +272,9 @@ class _Request:
 class _Peer:
     """A server as an engine sees it: what it has, and what was asked of it."""
 
-    def __init__(self, address: Address, authkey: bytes, layout: Layout, transport: Transport):
+    def __init__(self, address: Address, authkey: bytes, layout: str, row: jax.ShapeDtypeStruct, transport: Transport):
         self._address, self._authkey, self._layout, self._transport = address, authkey, layout, transport
-        self._row = row_of(layout)
+        self._row = row
         self._keys: set[bytes] = set()
         self._link: _Link | None = None
         self._silent = False
@@ -344,10 +348,11 @@ class _Peer:
         for message in link.messages():
             self._silent = False
             if "layout" in message:
-                if message["layout"] != self._layout.fingerprint:
+                expected = [self._layout, self._row.size]
+                if message["layout"] != expected:
                     raise ValueError(
-                        f"its blocks have the layout {message['layout']!r}: expected {self._layout.fingerprint!r}; "
-                        "make its pool and this RemoteBlocks for one layout"
+                        f"its blocks have the layout {message['layout']!r} (fingerprint, elements): expected "
+                        f"{expected!r}; make its pool and this RemoteBlocks for one layout and number of devices"
                     )
             elif "reply" in message:
                 self._replied(link, message)
@@ -426,9 +431,8 @@ class _RemotePull(Pull):
         self._current = None
 
 
-def _blocks_per_reply(layout: Layout) -> int:
+def _blocks_per_reply(row: jax.ShapeDtypeStruct) -> int:
     """The most blocks that are sent at once."""
-    row = row_of(layout)
     return max(1, CHUNK_BYTES // (row.size * row.dtype.itemsize))
 
 

@@ -21,8 +21,9 @@ from jaxkv.models.sampling import Sampling
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import Connector, prefix_keys
 from jaxkv.offload.keys import salt_parts
-from jaxkv.offload.transfers import check_rows, padded, read_rows, write_rows
+from jaxkv.offload.transfers import check_rows, padded, row_of, to_device
 from jaxkv.ops.blocks import copy_blocks
+from jaxkv.ops.rows import devices_of, read_rows, write_rows
 from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.block_manager import BlockManager
@@ -97,10 +98,9 @@ class Engine(EngineBase):
       drafts: how the next tokens are drafted, so that a step may add several tokens to a request; default not at all.
 
     Raises:
-      ValueError: an argument is out of range; a connector was made for another layout, or is passed although the cache
-        is on several devices; the model is data parallel (use `Replicas`), or cannot draft as `drafts` says; or its
-        cache has tables that are not supported, with `drafts` several or other than those of entries that requests
-        keep.
+      ValueError: an argument is out of range; a connector was made for another layout or number of devices; the model
+        is data parallel (use `Replicas`), or cannot draft as `drafts` says; or its cache has tables that are not
+        supported, with `drafts` several or other than those of entries that requests keep.
     """
 
     def __init__(
@@ -320,8 +320,7 @@ class Engine(EngineBase):
           The blocks.  `num_tokens` is 0 if the cache has nothing of the prompt.
 
         Raises:
-          TypeError, ValueError: the prompt or the salt is not as `new_request` expects it; or the cache is on several
-            devices.
+          TypeError, ValueError: the prompt or the salt is not as `new_request` expects it.
           RuntimeError: the engine has ended, because it could not be restored after an exception.
         """
         self.check_usable()
@@ -389,12 +388,12 @@ class Engine(EngineBase):
                 f"`exported.keys` are not those of the first {tokens} tokens of its prompt: expected what `export` "
                 "returned, unchanged"
             )
-        check_rows("`exported.rows`", exported.rows, len(keys), self._layout)
+        check_rows("`exported.rows`", exported.rows, len(keys), row_of(self._layout, devices_of(self.cache)))
 
     @restores
     def _adopt(self, request: Request, exported: ExportedBlocks) -> None:
         write = partial(write_rows, implementation=self.model.implementation)
-        rows = jax.device_put(exported.rows, one_array(self.cache.buffer).sharding)
+        rows = to_device(exported.rows, one_array(self.cache.buffer).sharding)
         self.cache = self.block_manager.adopt(self.cache, request, exported.num_tokens, rows, write)
 
     def _unscheduled(self, prompt: Sequence[int], cache_salt) -> Request:

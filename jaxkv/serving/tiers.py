@@ -12,7 +12,8 @@ from jaxkv.dispatch import Implementations
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv.offload.connector import Arrival, Connector, Pull
-from jaxkv.offload.transfers import SKIPPED, check_rows, in_powers_of_two, write_rows
+from jaxkv.offload.transfers import SKIPPED, check_rows, in_powers_of_two, row_of
+from jaxkv.ops.rows import devices_of, write_rows
 from jaxkv_kernels.addressing import one_array
 
 _log = logging.getLogger("jaxkv")
@@ -90,7 +91,7 @@ class Tiers:
         self.failures = 0
         for n, connector in enumerate(self._connectors):
             _check(f"connectors[{n}]", connector, cache, layout)
-        self._layout = layout
+        self._row = row_of(layout, devices_of(cache))
 
     def warm_up(self, cache: KVCache) -> KVCache:
         """Compiles the programs of connectors."""
@@ -157,7 +158,7 @@ class Tiers:
             for opened in load.pulls.copy():
                 new = opened.poll(timeout)
                 for keys, rows in new:
-                    check_rows(f"what {type(opened.connector).__name__} has sent", rows, len(keys), self._layout)
+                    check_rows(f"what {type(opened.connector).__name__} has sent", rows, len(keys), self._row)
                 arrivals += new
                 if not opened.missing:
                     load.pulls.remove(opened)
@@ -211,6 +212,8 @@ def _check(name: str, connector: Connector, cache: KVCache, layout: CacheLayout 
             f"`{name}` has other blocks\n{connector.layout}\nexpected those of `model.layout` with the engine's "
             f"`block_size` and `order`\n{layout}"
         )
-    sharding = one_array(cache.buffer).sharding
-    if len(sharding.device_set) > 1:
-        raise ValueError(f"`{name}` supports a cache on one device: this cache is on {sharding}")
+    if connector.devices != (devices := devices_of(cache)):
+        raise ValueError(
+            f"`{name}` has blocks that are divided over {connector.devices} devices: expected `devices={devices}` (the "
+            "model's `cache_devices`), as those of the cache"
+        )

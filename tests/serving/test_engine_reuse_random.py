@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from jaxkv.offload import DiskPool, transfers
-from jaxkv.offload import host as host_module
+from jaxkv.serving import tiers
 from jaxkv.serving.engine import Engine
 from serving.toy_engines import check_positions, disk_pool, draw_ready, engine, fail, host_pool, right
 from support.cases import further
@@ -21,7 +21,7 @@ class Walk:
         self.host = host_pool(num_blocks=8, disk=disk_pool(folder))
         self.served = engine(num_blocks=14, connectors=[self.host])
         self.sent_back = 0
-        for place, name in ((transfers, "to_host"), (transfers, "to_device"), (host_module, "write_rows")):
+        for place, name in ((transfers, "to_host"), (transfers, "to_device"), (tiers, "write_rows")):
             monkeypatch.setattr(place, name, self.flaky(getattr(place, name)))
         monkeypatch.setattr(DiskPool, "load", self.flaky(DiskPool.load))
         monkeypatch.setattr(Engine, "_make_room", self.counted(Engine._make_room))
