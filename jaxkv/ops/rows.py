@@ -30,7 +30,7 @@ def read_rows(cache: KVCache, blocks, *, implementation: Implementations | None 
       [n, D * E] of the buffer's dtype, where D is `devices_of(cache)`: a row has the parts of all devices, in their
       order, and each device has its own.
     """
-    return _read(cache, blocks, one_array(cache.buffer).sharding, implementation)
+    return _read_rows(cache, blocks, one_array(cache.buffer).sharding, implementation)
 
 
 def write_rows(cache: KVCache, blocks, rows, *, implementation: Implementations | None = None) -> KVCache:
@@ -38,11 +38,11 @@ def write_rows(cache: KVCache, blocks, rows, *, implementation: Implementations 
 
     Call it outside of `jit`.
     """
-    return _write(cache, blocks, rows, one_array(cache.buffer).sharding, implementation)
+    return _write_rows(cache, blocks, rows, one_array(cache.buffer).sharding, implementation)
 
 
 @partial(jax.jit, static_argnums=(2, 3))
-def _read(cache, blocks, sharding: Sharding, implementation) -> jax.Array:
+def _read_rows(cache, blocks, sharding: Sharding, implementation) -> jax.Array:
     read = partial(read_blocks, implementation=implementation)
     if not isinstance(sharding, NamedSharding):
         return read(cache, blocks)
@@ -50,7 +50,7 @@ def _read(cache, blocks, sharding: Sharding, implementation) -> jax.Array:
 
 
 @partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
-def _write(cache, blocks, rows, sharding: Sharding, implementation) -> KVCache:
+def _write_rows(cache, blocks, rows, sharding: Sharding, implementation) -> KVCache:
     write = partial(write_blocks, implementation=implementation)
     if not isinstance(sharding, NamedSharding):
         return write(cache, blocks, rows)

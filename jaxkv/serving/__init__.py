@@ -10,6 +10,7 @@ from jaxkv.serving.drafts import MTP, AcceptanceStats
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.export import ExportedBlocks
 from jaxkv.serving.prefix import PrefixCacheStats
+from jaxkv.serving.processes import Leader, follow
 from jaxkv.serving.replicas import Replicas
 from jaxkv.serving.request import Request, TokenLogprobs
 from jaxkv.serving.stats import EngineStats, HostTime
@@ -22,9 +23,11 @@ __all__ = [
     "EngineStats",
     "ExportedBlocks",
     "HostTime",
+    "Leader",
     "PrefixCacheStats",
     "Replicas",
     "Request",
     "Stream",
     "TokenLogprobs",
+    "follow",
 ]

@@ -93,6 +93,11 @@ class Tiers:
             _check(f"connectors[{n}]", connector, cache, layout)
         self._row = row_of(layout, devices_of(cache))
 
+    @property
+    def has_connectors(self) -> bool:
+        """Whether there is any connector."""
+        return bool(self._connectors)
+
     def warm_up(self, cache: KVCache) -> KVCache:
         """Compiles the programs of connectors."""
         for connector in self._connectors:
@@ -191,9 +196,8 @@ class Tiers:
     def _load_failed(self, load: Load, error: Exception) -> None:
         load.has_failed = True
         self._failed("were not loaded; what cannot be read is computed instead", len(load.contents), error)
-        missing = {key for opened in load.pulls for key in opened.missing}
-        if all(key in self for key in missing):  # the error does not say which of them cannot be loaded
-            self._lost.update(missing)
+        if all(key in self for key in load.missing):  # the error does not say which of them cannot be loaded
+            self._lost.update(load.missing)
 
     def _failed(self, what: str, count: int, error: Exception) -> None:
         self.failures += 1

@@ -73,7 +73,36 @@ def main(address, number):
     requests = [engine.submit([*prompt, *right[:known]], max_tokens=8 - known) for known in (0, 4)]
     list(engine.run())
     assert [request.tokens for request in requests] == [prompt + right] * 2
+    serve_from_process_0(model, int(number))
     print("equal")
+
+
+def serve_from_process_0(model, number):
+    """One process takes requests, and the other follows, with chunks, priorities, preemption, samples and an end."""
+    engine = serving.Engine(model, num_blocks=24, block_size=16, max_requests=3, chunk=16)
+    if number:
+        serving.follow(engine)
+        assert not engine.unfinished
+        return
+    with np.load(MODEL / "truth.npz") as truth:
+        sizes = zip(truth["prompts"].tolist(), truth["prompt_lens"].tolist(), truth["tokens"].tolist(), strict=True)
+        pairs = [(prompt[:length], tokens[:40]) for prompt, length, tokens in sizes]
+    leader = serving.Leader(engine)
+    requests = [leader.submit(prompt, max_tokens=40, stop=()) for prompt, _ in pairs[:2]]
+    for step in range(400):
+        leader.step()
+        if step == 4:
+            requests += [leader.submit(prompt, max_tokens=40, stop=(), priority=1) for prompt, _ in pairs[2:]]
+            sampled = leader.submit(pairs[0][0], max_tokens=8, sampling=models.Sampling(1.0, seed=3), cache_salt="a")
+            ended = leader.submit(pairs[1][0], max_tokens=40, stop=())
+        if step == 20:
+            leader.cancel(ended, finish_reason="enough")
+        if step > 20 and not leader.unfinished:
+            break
+    leader.close()
+    assert [request.generated for request in requests] == [tokens for _, tokens in pairs]
+    assert (len(sampled.generated), ended.finish_reason) == (8, "enough")
+    assert engine.pool.num_free == 24
 
 
 if __name__ == "__main__":

@@ -1,0 +1,208 @@
+"""One model over several processes: `Leader` serves in process 0, and `follow` repeats what it does in the others."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from itertools import count
+from typing import Any, Unpack, override
+
+import jax
+
+from jaxkv.models.sampling import Sampling
+from jaxkv.serving.base import EngineBase
+from jaxkv.serving.engine import Engine
+from jaxkv.serving.request import Request, RequestOptions
+
+WAIT_MS = 10_000
+"""How long a follower waits for a message at a time.  It waits again and again."""
+KEPT = 1000
+"""The last messages that are kept.  A follower is never so far behind, because steps wait for all processes."""
+
+_numbers = count()
+"""Numbers the leaders of a process, and in the others what follows them."""
+
+
+class Leader(EngineBase):
+    """The engine of process 0, for a model on the devices of several processes.
+
+    All processes call `jax.distributed.initialize`, load the model on one mesh and make the same `Engine`.  Process 0
+    then makes a Leader of its engine and uses it like an engine, also in an `AsyncEngine`; the others call
+    `follow(engine)`.  Each step runs in all processes, with the same requests.
+
+    A process group lives and dies as a whole, which is JAX's way.  If a process ends, the others end with an error
+    after `heartbeat_timeout_seconds` of `jax.distributed.initialize`, and whoever started them starts them again.  An
+    exception in a step ends this engine: one process cannot be restored without the others.
+
+    Args:
+      engine: of process 0.
+
+    Raises:
+      ValueError: this is not process 0, there is only one, or the engine has connectors or requests.  Connectors are
+        not supported because the processes would have to agree on when each block has arrived.
+    """
+
+    def __init__(self, engine: Engine):
+        super().__init__()
+        _check(engine)
+        if jax.process_index() != 0:
+            raise ValueError(f"this is process {jax.process_index()}: expected process 0; call `follow` in the others")
+        self.engine = engine
+        self._messages = _Messages()
+        self._new: list[list[Any]] = []
+        """What has happened since the last message."""
+
+    @property
+    @override
+    def unfinished(self):
+        return self.engine.unfinished
+
+    @property
+    @override
+    def _streams(self):
+        return self.engine._streams
+
+    @property
+    @override
+    def stats(self):
+        return self.engine.stats
+
+    @override
+    def new_request(self, prompt: Sequence[int], **options: Unpack[RequestOptions]) -> Request:
+        return self.engine.new_request(prompt, **options)  # type: ignore[bad-argument-type]
+
+    @override
+    def add(self, request):
+        self.check_usable()
+        self.engine.add(request)
+        self._new.append(["add", _described(request)])
+
+    @override
+    def cancel(self, request, *, finish_reason="cancelled"):
+        self.check_usable()
+        self.engine.cancel(request, finish_reason=finish_reason)
+        self._new.append(["cancel", request.number, finish_reason])
+
+    def warm_up(self) -> None:
+        """Compiles all programs in all processes, and waits for them."""
+        self._send("warm_up")
+        self.engine.warm_up()
+
+    def close(self) -> None:
+        """Ends `follow` in the other processes.  Requests that have not ended stay as they are."""
+        self._send("close")
+
+    @override
+    def _step(self):
+        self._send("step")
+        self.engine._step()
+
+    @override
+    def _restore(self):
+        self._send("close")
+        raise RuntimeError("one of several processes cannot be restored without the others")
+
+    @override
+    def _release(self):
+        self.engine._release()
+
+    def _send(self, what: str) -> None:
+        message, self._new = [self._new, what], []
+        self._messages.send(json.dumps(message))
+
+
+def follow(engine: Engine) -> None:
+    """Repeats what the `Leader` of process 0 does, until that is closed.
+
+    Args:
+      engine: of this process, made with the arguments of process 0.
+
+    Raises:
+      ValueError: this is process 0, or the engine is not as `Leader` expects it.
+      JaxRuntimeError: another process has ended.
+    """
+    _check(engine)
+    if jax.process_index() == 0:
+        raise ValueError("this is process 0: expected another one; make a `Leader` in process 0")
+    requests: dict[int, Request] = {}
+    for message in _Messages().received():
+        events, what = json.loads(message)
+        for event, *arguments in events:
+            if event == "add":
+                request = _request(*arguments)
+                engine.add(request)
+                requests[request.number] = request
+            else:
+                number, reason = arguments
+                engine.cancel(requests[number], finish_reason=reason)
+        if what == "close":
+            return
+        if what == "warm_up":
+            engine.warm_up()
+        else:
+            engine.step()
+        requests = {number: request for number, request in requests.items() if request.finish_reason is None}
+
+
+class _Messages:
+    """Messages of process 0 to all others, in order, through the key-value store of `jax.distributed`."""
+
+    def __init__(self):
+        from jax._src import distributed  # JAX has no public name for its store
+
+        self._client: Any = distributed.global_state.client
+        self._prefix = f"jaxkv/serving/{next(_numbers)}"
+        self._sent = count()
+
+    def send(self, message: str) -> None:
+        number = next(self._sent)
+        self._client.key_value_set(f"{self._prefix}/{number}", message)
+        if number >= KEPT:
+            self._client.key_value_delete(f"{self._prefix}/{number - KEPT}")
+
+    def received(self) -> Iterator[str]:
+        for number in count():
+            yield self._received(f"{self._prefix}/{number}")
+
+    def _received(self, key: str) -> str:
+        while True:
+            try:
+                return self._client.blocking_key_value_get(key, WAIT_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):  # process 0 has ended
+                    raise
+
+
+def _described(request: Request) -> dict[str, Any]:
+    """A request as JSON can have it."""
+    return {
+        "prompt": request.prompt,
+        "max_tokens": request.max_tokens,
+        "sampling": asdict(request.sampling),
+        "stop": sorted(request.stop),
+        "priority": request.priority,
+        "num_logprobs": request.num_logprobs,
+        "cache_salt": [part.hex() for part in request.cache_salt],
+    }
+
+
+def _request(described: dict[str, Any]) -> Request:
+    """The request that was described."""
+    return Request(
+        **described
+        | {
+            "prompt": tuple(described["prompt"]),
+            "sampling": Sampling(**described["sampling"]),
+            "stop": frozenset(described["stop"]),
+            "cache_salt": tuple(map(bytes.fromhex, described["cache_salt"])),
+        }
+    )
+
+
+def _check(engine: Engine) -> None:
+    """ValueError unless several processes can step engines like this one together."""
+    if jax.process_count() == 1:
+        raise ValueError("there is one process: expected several, after `jax.distributed.initialize`")
+    if engine.tiers.has_connectors:
+        raise ValueError("`engine` has connectors: expected none, because processes may get blocks at different steps")
+    if engine.unfinished:
+        raise ValueError(f"`engine` has {len(engine.unfinished)} requests that have not ended: expected none")

@@ -1,0 +1,121 @@
+"""`Leader` and `follow`, with an engine for each of two processes in one; `tests/parallel/two_processes.py` has two."""
+
+from queue import Queue
+
+import jax
+import pytest
+
+from jaxkv.models.sampling import Sampling
+from jaxkv.serving import Leader, follow, processes
+from serving.toy_engines import engine, host_pool, right
+from support.toy_model import prompt
+
+pytestmark = pytest.mark.usefixtures("toy")
+
+
+class Messages:
+    """In place of the store of `jax.distributed`."""
+
+    queue = Queue[str]()
+
+    def send(self, message):
+        self.queue.put(message)
+
+    def received(self):
+        while True:
+            yield self.queue.get(timeout=60)
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """Says which of two processes this one is; process 0 at first."""
+    monkeypatch.setattr(processes, "_Messages", Messages)
+    monkeypatch.setattr(Messages, "queue", Queue())
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def is_now(number):
+        monkeypatch.setattr(jax, "process_index", lambda: number)
+
+    is_now(0)
+    return is_now
+
+
+def followed(process, served):
+    """The tokens and ends of all requests of an engine that follows until the leader is closed."""
+    requests = []
+    add = served.add
+    served.add = lambda request: (requests.append(request), add(request))
+    process(1)
+    follow(served)
+    process(0)
+    return [(request.number, request.generated, request.finish_reason) for request in requests]
+
+
+def test_followers_repeat_what_the_leader_does(process):
+    sizes = {"num_blocks": 8, "max_requests": 2, "chunk": 4}
+    leader, follower = Leader(engine(**sizes)), engine(**sizes)
+    leader.warm_up()
+    requests = [leader.submit(prompt(9, n), max_tokens=12, priority=n) for n in range(3)]
+    requests.append(leader.submit(prompt(7), max_tokens=6, sampling=Sampling(1.0, seed=3), stop=(5,), cache_salt="a"))
+    with pytest.raises(ValueError, match="`prompt` is empty"):
+        leader.submit([])
+    for _ in range(6):
+        leader.step()
+    leader.cancel(requests[1], finish_reason="enough")
+    assert list(leader.run())
+    leader.close()
+    for request in (requests[0], requests[2]):
+        assert request.generated == right(request.prompt, 12)
+    assert requests[1].finish_reason == "enough"
+    assert leader.stats == leader.engine.stats
+    found = followed(process, follower)
+    assert found == [(request.number, request.generated, request.finish_reason) for request in requests]
+    assert follower.buckets.ready == {*follower.buckets.shapes}
+    assert leader.engine.pool._keys == follower.pool._keys
+
+
+def test_an_exception_ends_all(process, monkeypatch):
+    leader, follower = Leader(engine()), engine()
+    request = leader.submit(prompt(9), max_tokens=6)
+    leader.step()
+
+    def raises():
+        raise RuntimeError("injected")
+
+    monkeypatch.setattr(leader.engine, "_step", raises)
+    with pytest.raises(RuntimeError, match="injected"):
+        leader.step()
+    with pytest.raises(RuntimeError, match="one of several processes cannot be restored without the others"):
+        leader.step()
+    assert request.finish_reason is None
+    followed(process, follower)  # ends
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: engine(connectors=[host_pool()]), "`engine` has connectors: expected none"),
+        (lambda: started(engine()), "`engine` has 1 requests that have not ended: expected none"),
+    ],
+)
+def test_engines_that_cannot_be_stepped_together(make, message, process):
+    for function in (Leader, follow):
+        with pytest.raises(ValueError, match=message):
+            function(make())
+
+
+def started(served):
+    served.submit(prompt(5), max_tokens=3)
+    return served
+
+
+def test_other_processes(process, monkeypatch):
+    with pytest.raises(ValueError, match="this is process 0: expected another one; make a `Leader`"):
+        follow(engine())
+    process(1)
+    with pytest.raises(ValueError, match="this is process 1: expected process 0; call `follow`"):
+        Leader(engine())
+    monkeypatch.setattr(jax, "process_count", lambda: 1)
+    for function in (Leader, follow):
+        with pytest.raises(ValueError, match="there is one process: expected several"):
+            function(engine())
