@@ -31,6 +31,8 @@ from jaxkv.terminal.streams import notice
 MOST_REQUESTS = 2**20
 LEAST_LOAD, MOST_LOAD = 0.001, 1000
 """At less, requests would arrive once in hours."""
+LEAST_SECONDS, MOST_SECONDS = 1e-6, 86400
+"""Of options in seconds."""
 ROOM = 1.5
 """The default number of blocks, relative to those of as many requests of mean length as run at once."""
 
@@ -232,6 +234,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=positive, default=64, help="prompt tokens per chunk (64)")
     budget = "tokens per step, at least one chunk more than --max-requests; default ten chunks more"
     parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help=budget)
+    bound = "seconds that a step with chunks should take at most while requests decode; default no bound"
+    parser.add_argument("--max-time-between-tokens", type=_seconds, metavar="SECONDS", help=bound)
     blocks = "blocks in the cache, usually of 64 tokens; by default enough for the requests that run at once"
     parser.add_argument("--blocks", type=positive, metavar="N", help=blocks)
     many = "requests per load; default four times those that run at once"
@@ -273,7 +277,12 @@ def run(args: argparse.Namespace) -> int:
     model = random_models.random_model(args, described, needed)
     print(_about(model, lengths))
     alone = Alone(model, lengths, args.max_requests)
-    sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_num_batched_tokens": budget}
+    sizes: dict[str, Any] = {
+        "max_requests": args.max_requests,
+        "chunk": args.chunk,
+        "max_num_batched_tokens": budget,
+        "max_time_between_tokens": args.max_time_between_tokens,
+    }
     engine = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
     notice("compiling")
     with ThreadPoolExecutor() as threads:
@@ -344,6 +353,16 @@ def _load(text: str) -> float:
     if not LEAST_LOAD <= load <= MOST_LOAD:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_LOAD} to {MOST_LOAD}")
     return load
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_SECONDS} to {MOST_SECONDS}")
+    return seconds
 
 
 def _lengths(args: argparse.Namespace) -> Lengths:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkv.checks import positive_int
+from jaxkv.checks import positive_int, positive_number
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling
@@ -33,6 +33,7 @@ from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, stop_tokens, token_ids
 from jaxkv.serving.stats import EngineStats, HostTime
 from jaxkv.serving.step_inputs import GREEDY, NOTHING, Choices, InputBatch, Schedule, Span
+from jaxkv.serving.step_times import StepTimes
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
 from jaxkv_kernels.addressing import one_array
@@ -89,6 +90,10 @@ class Engine(EngineBase):
       chunk: prompt tokens per row of a step.  A prompt takes as many rows as it needs; the last may be partly empty.
       max_num_batched_tokens: tokens per step, padding included.  Requests whose prompts are complete come first, and
         prompts take what is left.  Default: eight chunks beside `max_requests` requests.
+      max_time_between_tokens: seconds that a step should take at most while requests decode.  Prompts then take no more
+        chunks per step than that allows, by the times of earlier steps.  At first, and if even the fewest chunks take
+        longer, a step has the fewest for which there is a program, so that prompts always continue.  Steps without
+        chunks, and those in which nothing decodes, are not affected.  Default: no bound.
       offload: a pool that also stores the blocks, in host memory and, if it has a disk pool, on disk.  It must be made
         for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the engine.
       drafts: how the next tokens are drafted, so that a step may add several tokens to a request; default not at all.
@@ -110,6 +115,7 @@ class Engine(EngineBase):
         max_len: int | None = None,
         chunk: int = 64,
         max_num_batched_tokens: int | None = None,
+        max_time_between_tokens: float | None = None,
         offload: HostPool | None = None,
         drafts: MTP | None = None,
     ):
@@ -151,12 +157,17 @@ class Engine(EngineBase):
             drafts.check(model, tables)
         self._state_size = max((table.block_size for table in tables if table.states), default=0)
         """Tokens per block of states; 0 if there are none."""
+        self.step_times: StepTimes | None = None
+        """The times of steps, if there is a bound on them."""
+        if (bound := positive_number("max_time_between_tokens", max_time_between_tokens)) is not None:
+            self.step_times = StepTimes(bound, lambda shape: shape.chunks * chunk + shape.requests * self._columns)
         self.buckets = Buckets(
             max_requests,
             budget=max_num_batched_tokens,
             columns=self._columns,
             chunk=chunk,
             max_chunks=max_requests if self._state_size else None,
+            within=None if self.step_times is None else self.step_times.within,
         )
         most_chunks = 1 if self._state_size else max(shape.chunks for shape in self.buckets.shapes)
         self._step_tokens = chunk * most_chunks
@@ -360,6 +371,8 @@ class Engine(EngineBase):
     @override
     def _release(self):
         self._launched.clear()
+        if self.step_times is not None:
+            self.step_times.clear()
         self.pool.clear()
         self.block_manager.clear()
         while self._new and (last := self._new[-1])[1] >= len(last[0].tokens):
@@ -419,6 +432,8 @@ class Engine(EngineBase):
         of their requests, and others join until it is used up.  `Buckets.fit` leaves chunks to a later step if requests
         have joined whose prompts were found whole, so that too few rows are left.
         """
+        if self.step_times is not None:
+            self.step_times.scheduled()
         self._advance_loads()
         for request in list(self.running):
             if request.place >= 0 and request.missing:
@@ -461,6 +476,8 @@ class Engine(EngineBase):
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
         self._launched.append((found, rows))
+        if self.step_times is not None:
+            self.step_times.launched(shape)
         for request, _, end, samples, _ in rows.values():
             request.cached = end
             request.unread += samples
@@ -512,6 +529,8 @@ class Engine(EngineBase):
         start = time.perf_counter()
         found = jax.tree.map(lambda array: np.asarray(array).tolist(), found)
         self.host_time.waited += time.perf_counter() - start
+        if self.step_times is not None:
+            self.step_times.read()
         for row, span in spans.items():
             request = span.request
             if request.finish_reason:

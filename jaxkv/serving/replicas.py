@@ -179,6 +179,10 @@ class Lockstep:
         self._engines = engines
         self._model = model
         self._buckets = engines[0].buckets
+        for engine in engines[1:]:
+            engine.buckets = self._buckets
+            if engine.step_times is not None and engines[0].step_times is not None:
+                engine.step_times.measured = engines[0].step_times.measured  # by which the buckets choose
         self._sharding = NamedSharding(mesh, PartitionSpec(axis))
         self._layers = jax.jit(_layers, static_argnames="program", donate_argnames="cache")
 
