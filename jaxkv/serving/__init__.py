@@ -1,12 +1,13 @@
 """Serving: an `Engine` that batches requests as they come and go, and reuses the prefixes that they share.
 
-With `drafts=MTP()`, it verifies drafts of the model's MTP layer, and a step may add several tokens to a request.
+With `drafts=MTP()` or `drafts=NGram()`, it verifies drafts of the model's MTP layer, or drafts that are copied from
+earlier tokens of a request, and a step may add several tokens to a request.
 `Replicas` runs one engine per device under data parallelism.  Both return a `Request` from `submit`, and yield each new
 token with its request from `run`.  `AsyncEngine` runs either in a thread, for requests of any threads and event loops.
 """
 
 from jaxkv.serving.async_engine import AsyncEngine, Stream
-from jaxkv.serving.drafts import MTP, AcceptanceStats
+from jaxkv.serving.drafts import MTP, AcceptanceStats, NGram
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.prefix import PrefixCacheStats
 from jaxkv.serving.replicas import Replicas
@@ -20,6 +21,7 @@ __all__ = [
     "Engine",
     "EngineStats",
     "HostTime",
+    "NGram",
     "PrefixCacheStats",
     "Replicas",
     "Request",

@@ -26,7 +26,7 @@ from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.block_manager import BlockManager
 from jaxkv.serving.buckets import Buckets, Shape
-from jaxkv.serving.drafts import MTP, AcceptanceStats, verify_and_draft
+from jaxkv.serving.drafts import AcceptanceStats, Drafts
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
 from jaxkv.serving.program_cache import Compilable, Program
@@ -68,8 +68,8 @@ class Engine(EngineBase):
     left; a request with the same prefix waits.  Blocks that cannot be loaded are computed.  None of this changes the
     generated tokens, except through the rounding of logits.
 
-    With `drafts`, a step verifies the drafts of every request whose prompt is complete, appends the model's own tokens
-    up to the first that differs from its draft, and drafts the next ones.  The host waits for every step then.
+    With `drafts`, a step verifies the drafts of every request whose prompt is complete, and appends the model's own
+    tokens up to the first that differs from its draft.  The host waits for every step then.
 
     If the layout of the model's cache has several block tables, a request has blocks of each.  Blocks that lie before
     the window of their table are released while the request runs, and can still be found by their content.  A state
@@ -96,7 +96,8 @@ class Engine(EngineBase):
         chunks, and those in which nothing decodes, are not affected.  Default: no bound.
       offload: a pool that also stores the blocks, in host memory and, if it has a disk pool, on disk.  It must be made
         for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the engine.
-      drafts: how the next tokens are drafted, so that a step may add several tokens to a request; default not at all.
+      drafts: how the next tokens are drafted, by `MTP` or `NGram`, so that a step may add several tokens to a request;
+        default not at all.
 
     Raises:
       ValueError: an argument is out of range; `offload` was made for another layout, or is passed although the cache is
@@ -117,7 +118,7 @@ class Engine(EngineBase):
         max_num_batched_tokens: int | None = None,
         max_time_between_tokens: float | None = None,
         offload: HostPool | None = None,
-        drafts: MTP | None = None,
+        drafts: Drafts | None = None,
     ):
         super().__init__()
         if isinstance(model.parallel, DataParallel):
@@ -198,9 +199,9 @@ class Engine(EngineBase):
         self._new: deque[tuple[Request, int]] = deque()
         self._launched: deque[tuple[Any, dict[int, Span]]] = deque()
         """Steps whose tokens have not been read: the sampled tokens and their log probabilities (None if no request
-        needs them), or the results of `verify_and_draft`; and the span of each row."""
+        needs them), or `Verified` with drafts; and the span of each row."""
         # The cache is donated, so that it is updated in place.
-        self.program = program.run_layers if drafts is None else verify_and_draft
+        self.program = program.run_layers if drafts is None else drafts.program
         self._layers = Program(self.program, donate="cache", compiler_options=model.compiler_options)
         self._samplers = [Program(sample, donate="last") for sample in (program.likeliest, program.draw)]
         self._logprobs = jax.jit(program.logprobs)
@@ -284,7 +285,7 @@ class Engine(EngineBase):
             raise ValueError(f"`logprobs` is {logprobs!r}: expected None, or an int, 0 to {program.MAX_LOGPROBS}")
         if self.drafts is not None:
             raise ValueError(
-                f"`logprobs` is {logprobs}, and the engine has `drafts`, whose program verifies and drafts at once and "
+                f"`logprobs` is {logprobs}, and the engine has `drafts`, whose program verifies them and "
                 "returns no logits: expected None, or make the engine without drafts"
             )
         return count
@@ -548,7 +549,8 @@ class Engine(EngineBase):
             self._append(span, found.sampled[row][first : first + accepted + 1])
             self.acceptance.add(len(span.drafts), accepted)
             if span.samples and not request.finish_reason:
-                request.drafts = found.drafts[row][: request.most_entries - request.length]
+                drafts = self.drafts.following(request, found.drafts[row])
+                request.drafts = [*drafts[: request.most_entries - request.length]]
 
     def _append(self, span: Span, tokens: list[int]) -> None:
         """Appends the tokens that a step sampled after a span: its accepted drafts, and the one after them."""
