@@ -348,8 +348,9 @@ class Engine(EngineBase):
         start = time.perf_counter()
         schedule = self.schedule()
         if schedule is None and not self._launched:
+            waits = time.perf_counter()
             self._advance_loads(timeout=LOAD_TIMEOUT)
-            self.host_time.waited += time.perf_counter() - start
+            self.host_time.waited += time.perf_counter() - waits
         if schedule is not None:
             shape = self.buckets.fit(schedule)
             self.cache, found = self._layers(shape, self.model, self.cache, self.last, *self.batches(schedule, shape))
@@ -401,14 +402,18 @@ class Engine(EngineBase):
 
     def _prepared(self, shape: Shape) -> list[Callable[[], Compilable]]:
         """Functions that lower or find the programs of a step.  They do not refer to this engine or to its cache."""
-        cache, last = jax.tree.map(_described, (self.cache, self.last))
+        cache, last = jax.tree.map(described, (self.cache, self.last))
         prepared: list[Callable[[], Compilable]]
         prepared = [partial(self._layers.prepare, shape, self.model, cache, last, *self.batches(NOTHING, shape))]
-        if self.drafts is None:
-            rows = sum(shape)
-            logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=last.sharding)
-            prepared += [partial(sample.prepare, rows, logits, last, Choices.of({}, rows)) for sample in self._samplers]
-        return prepared
+        return prepared + self.prepared_after(shape)
+
+    def prepared_after(self, shape: Shape) -> list[Callable[[], Compilable]]:
+        """Functions that lower or find the programs that follow the layers in a step of this shape."""
+        if self.drafts is not None:
+            return []
+        rows, last = sum(shape), described(self.last)
+        logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=last.sharding)
+        return [partial(sample.prepare, rows, logits, last, Choices.of({}, rows)) for sample in self._samplers]
 
     @restores
     def _run_without_requests(self) -> None:
@@ -672,14 +677,14 @@ class Engine(EngineBase):
         self.running.remove(request)
         self._places.append(request.place)
         self.block_manager.free(request)
-        request.cached, request.filled, request.loading, request.drafts, request.place = 0, 0, 0, [], -1
+        request.leave()
 
 
 def _rank(request: Request) -> tuple[int, int]:
     return request.rank
 
 
-def _described(array: jax.Array) -> jax.ShapeDtypeStruct:
+def described(array: jax.Array) -> jax.ShapeDtypeStruct:
     """The shape, dtype and place of an array, which may have been donated."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 

@@ -154,8 +154,12 @@ class Request:
         """Forgets all but its tokens: its place, its blocks, and the steps that have been launched with it."""
         if self.finish_reason is None:
             self._finish_if_complete()  # an interrupt may have come between the last token and this
-        self.held, self.cached, self.filled, self.loading, self.checkpoint = {}, 0, 0, 0, 0
-        self.unread, self.drafts, self.place = 0, [], -1
+        self.held, self.checkpoint, self.unread = {}, 0, 0
+        self.leave()
+
+    def leave(self) -> None:
+        """Forgets its place, how many tokens its blocks have, and its drafts: it no longer runs."""
+        self.cached, self.filled, self.loading, self.drafts, self.place = 0, 0, 0, [], -1
 
     def append(self, token: int) -> None:
         """Appends the next token; ends the request if it is a stop token, or the last of `max_tokens`."""
