@@ -5,6 +5,8 @@ that all arrive at once.  The output tokens per second while requests wait are t
 what the rates of prefill and decode allow.  Finally, requests arrive at random (a Poisson process), at fractions of the
 rate at which saturation serves them.  Of the mean step at each load, the part is shown in which the host is busy.  If
 that is nearly all of it, the device waits for the host.
+
+With --soak, nothing is timed: requests come and are cancelled at random, and their tokens are compared.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import jax
 import numpy as np
 
 from jaxkv.bench import random_models, step
+from jaxkv.bench.soak import compare, soak
 from jaxkv.models import Model
 from jaxkv.serving import Engine, HostTime, Request
 from jaxkv.serving.table import tables_of
@@ -33,8 +36,9 @@ LEAST_LOAD, MOST_LOAD = 0.001, 1000
 """At less, requests would arrive once in hours."""
 LEAST_SECONDS, MOST_SECONDS = 1e-6, 86400
 """Of options in seconds."""
-ROOM = 1.5
-"""The default number of blocks, relative to those of as many requests of mean length as run at once."""
+ROOM, SOAK_ROOM = 1.5, 0.6
+"""The default number of blocks, relative to those of as many requests of mean length as run at once.  For `--soak` they
+are too few, so that requests are preempted."""
 
 SPREAD = 0.7
 """The standard deviation of the logarithm of drawn lengths: their 95th percentile is 2.5 times their mean."""
@@ -246,6 +250,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=Path, metavar="FILE", help=lengths)
     loads = "loads after saturation, as fractions of it (0.5 0.8)"
     parser.add_argument("--loads", type=_load, nargs="*", default=[0.5, 0.8], metavar="X", help=loads)
+    soaked = "instead, submit and cancel requests for so long, at several times saturation, and compare their tokens"
+    parser.add_argument("--soak", type=_seconds, metavar="SECONDS", help=soaked)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
@@ -266,23 +272,26 @@ def run(args: argparse.Namespace) -> int:
         return sum(table.most_held(math.ceil(tokens), budget) for table in tables)
 
     mean = float(np.mean(lengths.prompts + lengths.outputs))
-    num_blocks = args.blocks or args.max_requests * held(ROOM * mean + block_size)
-    num_blocks = max(num_blocks, held(lengths.longest))
-    needed = random_models.Needed(
-        num_blocks,
-        rows=args.max_requests + budget // args.chunk,
-        tokens=budget,
-        other_blocks=Alone.num_blocks(described, lengths, args.max_requests),
-    )
-    model = random_models.random_model(args, described, needed)
-    print(_about(model, lengths))
-    alone = Alone(model, lengths, args.max_requests)
     sizes: dict[str, Any] = {
         "max_requests": args.max_requests,
         "chunk": args.chunk,
         "max_num_batched_tokens": budget,
         "max_time_between_tokens": args.max_time_between_tokens,
     }
+    room = ROOM if args.soak is None else SOAK_ROOM
+    num_blocks = args.blocks or args.max_requests * held(room * mean + block_size)
+    num_blocks = max(num_blocks, held(lengths.longest))
+    needed = random_models.Needed(
+        num_blocks,
+        rows=args.max_requests + budget // args.chunk,
+        tokens=budget,
+        other_blocks=0 if args.soak else Alone.num_blocks(described, lengths, args.max_requests),
+    )
+    model = random_models.random_model(args, described, needed)
+    print(_about(model, lengths))
+    if args.soak:
+        return _soak(args, model, lengths, num_blocks, sizes)
+    alone = Alone(model, lengths, args.max_requests)
     engine = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
     notice("compiling")
     with ThreadPoolExecutor() as threads:
@@ -318,7 +327,7 @@ def run(args: argparse.Namespace) -> int:
         "output_tokens_per_s": saturation,
         "fraction": saturation / allowed,
         "between_tokens_ms": percentiles(served.between),
-        **_steps(served),
+        **_times(served.host),
     }
     _record(args.json, about)
     print(f"saturation: {saturation:,.0f} output tokens/s, {saturation / allowed:.0%} of what is allowed")
@@ -337,6 +346,44 @@ def run(args: argparse.Namespace) -> int:
         _record(args.json, about)
         print(_line(about["loads"][-1]))
     return 0
+
+
+def _soak(args: argparse.Namespace, model: Model, lengths: Lengths, num_blocks: int, sizes: dict[str, Any]) -> int:
+    """Prints and records how the requests of `--soak` ended; returns 1 if something is wrong."""
+
+    def engine() -> Engine:
+        notice("compiling")
+        made = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
+        made.warm_up()
+        return made
+
+    served = engine()
+    soaked = soak(served, lengths.prompts.tolist(), lengths.outputs.tolist(), args.soak)
+    stats = served.stats
+    held = stats.num_blocks - stats.free_blocks
+    summary = {**soaked.summary(), "held_blocks": held, "found_tokens": stats.prefix.found, **_times(stats.host_time)}
+    about = {
+        **random_models.described(args, model),
+        "engine": {"num_blocks": num_blocks, **sizes},
+        "soak": summary,
+    }
+    _record(args.json, about)
+    ended = ", ".join(f"{count} {reason}" for reason, count in sorted(soaked.ended.items()))
+    print(
+        f"{counted(len(soaked.tokens), 'requests')} in {soaked.seconds:.1f} s: {ended}; {len(soaked.preempted)} were "
+        f"preempted, {len(soaked.lost)} are lost\n{stats.prefix.found} of {stats.prefix.tokens} tokens were found; "
+        f"{held} of {counted(stats.num_blocks, 'blocks')} are still held"
+    )
+    del served  # there may be memory for one cache only
+    notice(f"comparing {counted(len(soaked.greedy), 'requests')} with a second engine")
+    compared = compare(engine(), soaked.greedy)
+    summary |= {"equal": compared.equal, "equal_up_to_rounding": compared.rounded, "wrong": compared.wrong}
+    _record(args.json, about)
+    print(
+        f"of {counted(len(soaked.greedy), 'greedy requests')}, {compared.equal} are equal, {compared.rounded} up to "
+        f"rounding, and {len(compared.wrong)} are wrong"
+    )
+    return 1 if held or soaked.lost or compared.wrong else 0
 
 
 def _record(file: Path | None, about: dict[str, Any]) -> None:
@@ -395,12 +442,12 @@ def _summary(load: float, rate: float, served: Served) -> dict[str, Any]:
         "seconds": end,
         "first_token_ms": percentiles(served.first),
         "between_tokens_ms": percentiles(served.between),
-        **_steps(served),
+        **_times(served.host),
     }
 
 
-def _steps(served: Served) -> dict[str, float]:
-    return {"step_ms": served.host.step_ms, "host_busy_ms": served.host.busy_ms}
+def _times(host: HostTime) -> dict[str, float]:
+    return {"step_ms": host.step_ms, "host_busy_ms": host.busy_ms}
 
 
 def _line(found: dict[str, Any]) -> str:

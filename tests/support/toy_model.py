@@ -38,6 +38,10 @@ class ToyModel:
     def compiler_options(self):
         return {}
 
+    @property
+    def dtype(self):
+        return np.dtype(np.float32)
+
     def layout(self, num_blocks, block_size, order="BLNHC"):
         entry = jaxkv.MLAEntry("f32", latent=LATENT, rope=ROPE)
         return jaxkv.CacheLayout(
