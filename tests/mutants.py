@@ -479,8 +479,8 @@ MUTANTS = {
         Mutant(
             "any number of blocks is on its way to the device",
             HOST,
-            "self.in_flight + others < self.most_in_flight",
-            "True",
+            "return sum(progress.in_flight(least) for progress in self._pulls) < self._chunk_blocks",
+            "return True",
             LOADS,
         ),
         Mutant(

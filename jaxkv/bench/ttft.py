@@ -187,7 +187,7 @@ class Bench:
             "max_requests": 1,
         }
         max_len = self._prefix + NEW_TOKENS
-        engine = Engine(self._model, **sizes, order=self._order, max_len=max_len, offload=host)
+        engine = Engine(self._model, **sizes, order=self._order, max_len=max_len, connectors=[host])
         engine.warm_up()
         return engine
 

@@ -178,6 +178,15 @@ class Model:
                 size *= 2
         return size
 
+    @property
+    def cache_devices(self) -> int:
+        """Over how many devices the blocks of a cache are divided, for pools (`jaxkv.offload`) of its blocks.
+
+        It is 1 if every device has whole blocks, as those of tensor-parallel MLA do.
+        """
+        layout = self.layout(1)
+        return self.parallel.cache_devices(next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout)
+
     def cache(self, num_blocks: int, block_size: int | None = None, order: str = "BLNHC") -> KVCache:
         """A cache of zeros for `prefill` and `decode`, on the model's devices.
 

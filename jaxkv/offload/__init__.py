@@ -8,18 +8,32 @@ that stops half-way raises `LoadFailed`.  A damaged file raises `DamagedBlock`; 
 """
 
 from jaxkv.offload.block_file import DamagedBlock
+from jaxkv.offload.connector import Arrival, Connector, Pull
 from jaxkv.offload.disk import DiskPool
+from jaxkv.offload.events import BlockEvent, BlockEvents
 from jaxkv.offload.host import HostPool, LoadFailed, Stats
 from jaxkv.offload.hot_rows import HostEntries, HotRows
 from jaxkv.offload.keys import prefix_keys
+from jaxkv.offload.remote import BlockServer, RemoteBlocks
+from jaxkv.offload.transports import JaxTransport, NixlTransport, Transport
 
 __all__ = [
+    "Arrival",
+    "BlockEvent",
+    "BlockEvents",
+    "BlockServer",
+    "Connector",
     "DamagedBlock",
     "DiskPool",
     "HostEntries",
     "HostPool",
     "HotRows",
+    "JaxTransport",
     "LoadFailed",
+    "NixlTransport",
+    "Pull",
+    "RemoteBlocks",
     "Stats",
+    "Transport",
     "prefix_keys",
 ]

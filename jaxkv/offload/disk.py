@@ -67,6 +67,7 @@ class DiskPool:
       num_blocks: the most blocks in the folder, whichever process wrote them.  The least recently used are removed when
         the pool is opened, and after each block that it writes.  Until the folder is listed again, there may be up to
         `num_blocks` / 256 more per other process that writes; damaged files are not counted.  Default: no limit.
+      devices: over how many devices blocks are divided (`model.cache_devices`); a file has the parts of all.
       secret: 1 to 64 random bytes, such as `secrets.token_bytes(32)`, the same in all processes that share blocks.
         Default: none.
 
@@ -83,14 +84,15 @@ class DiskPool:
         *,
         model: str,
         num_blocks: int | None = None,
+        devices: int = 1,
         secret: bytes | None = None,
     ):
         if not isinstance(model, str):
             found = type(model).__name__
             raise ValueError(f"`model` is a {found}: expected a string, such as `jaxkv.models.fingerprint(model)`")
-        self.layout, self.model = layout, model
+        self.layout, self.model, self.devices = layout, model, devices
         self.num_blocks = None if num_blocks is None else positive_int("num_blocks", num_blocks, below=None)
-        self._row = row_of(layout)
+        self._row = row_of(layout, devices)
         self._fingerprint = layout.fingerprint
         self._secret, self._secret_id = secret, secret_id(secret)
         name = hashlib.sha256(json.dumps([VERSION, model, self._secret_id]).encode()).hexdigest()[:16]

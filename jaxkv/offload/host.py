@@ -2,12 +2,14 @@
 
 import time
 import warnings
+import weakref
 from collections import ChainMap, Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
+from typing import override
 
 import jax
 import numpy as np
@@ -16,9 +18,19 @@ from jaxkv.cache import KVCache
 from jaxkv.checks import block_ids, positive_int
 from jaxkv.offload import transfers
 from jaxkv.offload.block_file import DamagedBlock
+from jaxkv.offload.connector import Arrival, Connector, Pull
 from jaxkv.offload.disk import DiskPool
+from jaxkv.offload.events import BlockEvents
 from jaxkv.offload.keys import checked_key, checked_keys
-from jaxkv.offload.transfers import HostArray, Layout, check_exchange, read_rows, row_of, write_rows
+from jaxkv.offload.transfers import (
+    SKIPPED,
+    HostArray,
+    Layout,
+    check_exchange,
+    in_powers_of_two,
+    row_of,
+)
+from jaxkv.ops.rows import read_rows, write_rows
 from jaxkv_kernels.addressing import one_array
 
 CHUNK_BYTES = 2**26
@@ -30,12 +42,10 @@ STORES_IN_FLIGHT = 4
 """The blocks that wait on the device for their transfer, where they take memory, are at most those of so many chunks of
 the greatest length."""
 TRANSFERS_PER_CHUNK = 4
-"""A transfer of a `Load` counts as at least this fraction of a chunk of the greatest length, as it takes the host's
+"""A transfer of a pull counts as at least this fraction of a chunk of the greatest length, as it takes the host's
 time."""
 SLACK = 1 / 8
 """The extra fraction of pinned memory: chunks differ in length and leave gaps when they are evicted."""
-SKIPPED = -1
-"""A block id outside every cache."""
 
 
 class LoadFailed(RuntimeError):
@@ -121,6 +131,7 @@ class Chunks:
     """A mapping from keys of blocks to the chunks that hold them.  A chunk is added and removed as a whole."""
 
     def __init__(self):
+        self.events = BlockEvents()
         self._places: dict[bytes, tuple[Chunk, int]] = {}
         self._chunks: dict[Chunk, None] = {}
         """Least recently used first."""
@@ -140,14 +151,20 @@ class Chunks:
         """The chunk of a block and its row there.  KeyError if no chunk has it."""
         return self._places[key]
 
+    def find(self, key: bytes) -> tuple[Chunk, int] | None:
+        """The chunk of a block and its row there; None if no chunk has it.  Any thread may call this."""
+        return self._places.get(key)
+
     def add(self, chunk: Chunk) -> None:
         """Adds a chunk; none of its blocks may be in another chunk."""
         self._chunks[chunk] = None
         self._places.update((key, (chunk, row)) for row, key in enumerate(chunk.keys))
+        self.events.stored(chunk.keys)
 
     def remove(self, chunk: Chunk) -> None:
         """Removes a chunk if it is present, also if an interrupted `add` or `remove` has left only a part of it."""
         if chunk in self._chunks:
+            self.events.removed(chunk.keys)
             for key in chunk.keys:
                 if key in self._places and self._places[key][0] is chunk:
                     del self._places[key]
@@ -162,7 +179,37 @@ class Chunks:
                 self._chunks[chunk] = None
 
 
-class HostPool:
+@dataclass(eq=False)
+class Piece:
+    """A chunk on its way from host memory to the device."""
+
+    rows: jax.Array
+    """[n, E], on the device as soon as they have arrived."""
+    keys: tuple[bytes, ...]
+    """Their keys."""
+    pulled: list[bytes]
+    """Those of them that are pulled."""
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether using the rows does not wait."""
+        return self.rows.is_ready()  # type: ignore[missing-attribute]
+
+
+@dataclass(eq=False)
+class Progress:
+    """What a pull still needs from its pool."""
+
+    missing: dict[bytes, int]
+    """Keys that have not arrived, which the pool holds."""
+    pieces: deque[Piece] = field(default_factory=deque)
+
+    def in_flight(self, least: int) -> int:
+        """How much is on its way to the device, in blocks, where each transfer counts as so many at least."""
+        return sum(max(len(piece.keys), least) for piece in self.pieces)
+
+
+class HostPool(Connector):
     """Blocks in host memory, by key.
 
     Each store or load is a few large transfers, which are asynchronous and overlap with computation on the device.
@@ -186,6 +233,8 @@ class HostPool:
         at least one block).  On GPUs, all memory is pinned when the pool is made, which takes about half a second per
         GB.
       disk: a pool on disk for the same layout, which can hold more blocks and keeps them after the process ends.
+      devices: over how many devices blocks are divided, each of which stores and loads its part
+        (`model.cache_devices`).
       device: the device whose host memory is used; by default the first device of this process.
       implementation: the `implementation` with which `read_blocks` and `write_blocks` are called.
 
@@ -201,16 +250,23 @@ class HostPool:
         num_blocks: int,
         *,
         disk: DiskPool | None = None,
+        devices: int = 1,
         device: jax.Device | None = None,
         implementation=None,
     ):
-        self.layout, self.disk = layout, disk
-        self.num_blocks, self._row = positive_int("num_blocks", num_blocks, below=None), row_of(layout)
-        self.block_nbytes = self._row.size * self._row.dtype.itemsize
+        self.layout, self.disk, self.devices = layout, disk, devices
+        self.num_blocks = positive_int("num_blocks", num_blocks, below=None)
+        self.row = row_of(layout, devices)
+        """Shape and dtype of a block."""
+        self.block_nbytes = self.row.size * self.row.dtype.itemsize
         if not isinstance(disk, DiskPool | None):
             raise ValueError(f"`disk` is a {type(disk).__name__}: expected a DiskPool, or None")
         if disk is not None and disk.layout.fingerprint != layout.fingerprint:
             raise ValueError(f"`disk` holds other blocks\n{disk.layout}\nexpected those of\n{layout}")
+        if disk is not None and disk.devices != devices:
+            raise ValueError(
+                f"`disk` holds blocks that are divided over {disk.devices} devices: expected {devices}, `devices`"
+            )
         self.stats = Stats()
         self._implementation = implementation
         longest = max(1, min(CHUNK_BYTES // self.block_nbytes, self.num_blocks // POOL_CHUNKS))
@@ -219,7 +275,9 @@ class HostPool:
         self._holds: Counter[bytes] = Counter()
         self._moving: dict[bytes, int] = {}
         """Keys that the current store or load needs.  If an interrupted one has left keys, the next one drops them."""
+        self._pulls: list[Progress] = []
         self._held = ChainMap(self._holds, self._moving)
+        """All keys that must not be evicted, those of pulls included."""
         self._arriving: deque[Chunk] = deque()
         """Stores that may be in flight, oldest first."""
         self._writer = ThreadPoolExecutor(1, "jaxkv-disk-writer")
@@ -234,12 +292,38 @@ class HostPool:
     def __repr__(self):
         return f"HostPool({len(self)} of {self.num_blocks} blocks of {self.block_nbytes} bytes, disk={self.disk})"
 
-    def __contains__(self, key: bytes) -> bool:
+    @override
+    def __contains__(self, key):
         """Whether `load` would find the block, in host memory or on disk.  ValueError if `key` cannot be a key."""
         return self._has(checked_key("key", key))
 
     def _has(self, key: bytes) -> bool:
         return key in self._chunks or (self.disk is not None and key in self.disk)
+
+    @property
+    def events(self) -> BlockEvents:
+        """Which blocks come to host memory and leave it."""
+        return self._chunks.events
+
+    def rows(self, keys: Iterable[bytes]) -> tuple[list[bytes], np.ndarray]:
+        """Copies blocks from host memory.  Any thread may call this while another uses the pool.
+
+        Args:
+          keys: keys of blocks.
+
+        Returns:
+          Those keys [n] whose blocks are in host memory, and the blocks [n, E] of the layout's dtype.  If a block is
+          still being stored, waits until it has arrived.
+
+        Raises:
+          JaxRuntimeError: a block could not be stored, because its transfer failed.
+        """
+        found = {key: place for key in keys if (place := self._chunks.find(key)) is not None}
+        chunks = {chunk: transfers.to_numpy(chunk.rows) for chunk, _ in found.values()}
+        rows = np.empty((len(found), *self.row.shape), self.row.dtype)
+        for n, (chunk, row) in enumerate(found.values()):
+            rows[n] = chunks[chunk][row]
+        return list(found), rows
 
     @property
     def blocks_in_flight(self) -> int:
@@ -263,6 +347,31 @@ class HostPool:
                 self.stats.disk_hits += 1
         self.stats.misses += len(keys) - found
         return found
+
+    @override
+    def offer(self, cache, blocks, keys):
+        self.store(cache, blocks, keys, wait=False)
+
+    @override
+    def pull(self, keys, sharding):
+        return HostPull(self, keys, sharding)
+
+    def begin_pull(self, progress: Progress) -> None:
+        """Holds the blocks of a pull."""
+        self._pulls.append(progress)
+        self._held.maps = [*self._held.maps, progress.missing]
+
+    def end_pull(self, progress: Progress) -> None:
+        """Ends that hold.  What has not arrived is never returned by the pull."""
+        self._pulls = [other for other in self._pulls if other is not progress]
+        self._held.maps = [keys for keys in self._held.maps if keys is not progress.missing]
+        progress.pieces.clear()
+
+    @property
+    def has_room_for_transfers(self) -> bool:
+        """Whether pulls may start a transfer to the device: not if a whole chunk or more is on its way."""
+        least = self._chunk_blocks // TRANSFERS_PER_CHUNK
+        return sum(progress.in_flight(least) for progress in self._pulls) < self._chunk_blocks
 
     def store(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, wait: bool = True) -> int:
         """Copies blocks of a cache to host memory.  A block whose key is already stored is only marked as used.
@@ -288,7 +397,8 @@ class HostPool:
         with self._holding(keys):
             room = self._make_room(len(new), wait=wait)
         self.stats.rejected += len(new) - room
-        for part in _split(islice(new, room), self._chunk_blocks):
+        stored = tuple(islice(new, room))
+        for part in (stored[among] for among in in_powers_of_two(len(stored), self._chunk_blocks)):
             self._wait_for_stores(self.blocks_in_flight - len(part))
             ids = np.asarray([new[key] for key in part], np.int32)
             staged = read_rows(cache, ids, implementation=self._implementation)
@@ -344,7 +454,8 @@ class HostPool:
         self.stats.loaded_bytes += len(keys) * self.block_nbytes
         return cache
 
-    def warm_up(self, cache: KVCache) -> KVCache:
+    @override
+    def warm_up(self, cache):
         """Compiles the programs of stores and loads by running them without blocks.
 
         Args:
@@ -356,7 +467,7 @@ class HostPool:
         Raises:
           ValueError: `cache` has other blocks than this pool.
         """
-        check_exchange(cache, self.layout)
+        check_exchange(cache, self.layout, self.devices)
         for length in (1 << n for n in range(self._chunk_blocks.bit_length())):
             nowhere = np.full(length, SKIPPED, np.int32)
             rows = transfers.to_host(read_rows(cache, nowhere, implementation=self._implementation))
@@ -421,7 +532,8 @@ class HostPool:
         for written in in_flight:
             written.result()  # raises the error of the write
 
-    def drop_failed_stores(self) -> None:
+    @override
+    def drop_failed_offers(self):
         """Waits until all stores have arrived in host memory, and removes the blocks of those that failed.
 
         Unlike `flush`, it does not raise their errors.  Use it after a program that computed the cache has failed.
@@ -434,7 +546,7 @@ class HostPool:
         self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, distinct: bool = False
     ) -> tuple[list[int], list[bytes]]:
         """`blocks` as Python ints, and `keys` as a list; ValueError unless all arguments are valid."""
-        check_exchange(cache, self.layout)
+        check_exchange(cache, self.layout, self.devices)
         ids, keys = block_ids("blocks", blocks, cache.layout.num_blocks, distinct=distinct), checked_keys(keys)
         if len(ids) != len(keys):
             raise ValueError(f"`blocks` has {len(ids)} ids and `keys` {len(keys)}: expected as many")
@@ -520,7 +632,8 @@ class HostPool:
         places = {key: self._chunks.place(key) for key in keys if key in self._chunks}
         if self.disk is None:
             return places
-        for part in _split((key for key in keys if key not in places), self._chunk_blocks):
+        absent = tuple(key for key in keys if key not in places)
+        for part in (absent[among] for among in in_powers_of_two(len(absent), self._chunk_blocks)):
             fits = self._make_room(len(part)) == len(part)
             if places and not fits:
                 break
@@ -533,7 +646,7 @@ class HostPool:
     def _read(self, keys: tuple[bytes, ...], disk: DiskPool, sharding: jax.sharding.Sharding) -> Chunk:
         """Reads blocks from disk into one array in host memory."""
         start = time.perf_counter()
-        rows = np.empty((len(keys), *self._row.shape), self._row.dtype)
+        rows = np.empty((len(keys), *self.row.shape), self.row.dtype)
         try:
             for n, key in enumerate(keys):  # one file open at a time
                 rows[n] = disk.load(key)
@@ -569,131 +682,73 @@ class HostPool:
         return cache
 
 
-@dataclass(eq=False)
-class Piece:
-    """Blocks on their way from host memory to a cache, as one array."""
+class HostPull(Pull):
+    """Brings blocks from a HostPool to the device while others use the cache.
 
-    rows: jax.Array
-    """[n, E], on the device as soon as they have arrived."""
-    ids: np.ndarray
-    """int32 [n], the target block of each row; `SKIPPED` for rows that are not needed."""
-    keys: list[bytes]
-    """The keys of the others."""
+    A thread reads the blocks from disk that are not in host memory.  Each poll returns what has arrived on the device,
+    and starts further transfers.  Less than two chunks are on their way at a time in all pulls of the pool together,
+    which is `2 * CHUNK_BYTES` at most.
 
-    @property
-    def has_arrived(self) -> bool:
-        """Whether writing the rows to the cache does not wait."""
-        return self.rows.is_ready()  # type: ignore[missing-attribute]
-
-
-class Load:
-    """A load of blocks that goes on while others use the cache.
-
-    A thread reads the blocks from disk that are not in host memory.  Each call of `advance` writes to the cache what
-    has arrived on the device since the last one, and starts further transfers.  Less than two chunks are on their way
-    at a time, which is `2 * CHUNK_BYTES` at most.  No call waits, except as `timeout` says.
-
-    The pool keeps the blocks from `start` until they have been loaded, or until `cancel`.  The thread that uses the
-    pool may use it in other ways in the meantime.
+    The pool keeps the blocks until they have arrived, or until the pull is released or collected as garbage.  The
+    thread that uses the pool may use it in other ways in the meantime.
 
     Args:
       pool: the pool that has the blocks.
-      contents: ids of distinct blocks of the cache, to be overwritten, by the key of the content to load.
+      keys: keys of blocks.
       sharding: that of the cache's buffer.
     """
 
-    def __init__(self, pool: HostPool, contents: Mapping[bytes, int], sharding: jax.sharding.Sharding):
-        self.contents = dict(contents)
+    def __init__(self, pool: HostPool, keys: Sequence[bytes], sharding: jax.sharding.Sharding):
         self._pool, self._sharding = pool, sharding
-        self._missing = dict.fromkeys(contents, 1)
-        """Keys that have not been loaded."""
-        self._queue = dict(contents)
-        """Those of them whose transfer to the device has not been started."""
-        self._pieces: deque[Piece] = deque()
+        self._keys, self._queue = tuple(keys), dict.fromkeys(keys)
+        """All keys, and those whose transfer to the device has not been started."""
+        self._progress = Progress(dict.fromkeys(keys, 1))
         self._reading: Future[Chunk] | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether programs that are launched from now on find all blocks in the cache."""
-        return not self._missing
-
-    @property
-    def in_flight(self) -> int:
-        """How much is on its way to the device, in blocks."""
-        return sum(map(self._cost, self._pieces))
-
-    @property
-    def most_in_flight(self) -> int:
-        """Transfers are started as long as less than this is on its way in all loads together, in blocks."""
-        return self._pool._chunk_blocks
-
-    def start(self) -> None:
-        """Begins to read from disk what is not in host memory."""
-        self._pool._held.maps = [*self._pool._held.maps, self._missing]
+        self._end = weakref.finalize(self, pool.end_pull, self._progress)
+        pool.begin_pull(self._progress)
         self._read_ahead()
 
-    def cancel(self) -> None:
-        """Ends the load.  What it has not written to the cache by now is never written."""
-        self._pool._held.maps = [keys for keys in self._pool._held.maps if keys is not self._missing]
+    @override
+    def release(self):
         if self._reading is not None:
             self._reading.cancel()
-        self._pieces.clear()
+        self._end()
 
-    def advance(self, cache: KVCache, *, others: int = 0, timeout: float = 0) -> KVCache:
-        """Writes to the cache what has arrived, and starts further transfers.
+    @override
+    def poll(self, timeout):
+        arrivals, pieces = [], self._progress.pieces
+        # With a timeout, also waits for the transfers to the device that are in flight, however long they take.
+        while pieces and (timeout or pieces[0].has_arrived):
+            arrivals.append(self._arrived(pieces[0]))
+            pieces.popleft()
+        while self._queue and self._pool.has_room_for_transfers:
+            chunk = self._in_host_memory() or self._read(0 if pieces or arrivals else timeout)
+            if chunk is None:
+                break
+            self._copy(chunk)
+            self._read_ahead()
+        return arrivals
 
-        Args:
-          cache: the cache; it is donated if anything has arrived.
-          others: how much other loads have in flight.
-          timeout: seconds to wait for the disk, if nothing else can be done.  If this is not 0, the call also waits for
-            the transfers to the device that are in flight, however long they take.
-
-        Returns:
-          The cache.
-
-        Raises:
-          LoadFailed: a block is missing, damaged or cannot be read, or a transfer failed: the cause says which.  The
-            contents of all blocks to be loaded are undefined then.  Call `cancel`.
-        """
-        try:
-            while self._pieces and (timeout or self._pieces[0].has_arrived):
-                cache = self._write(cache, self._pieces[0])
-                self._pieces.popleft()
-            while self._queue and self.in_flight + others < self.most_in_flight:
-                chunk = self._in_host_memory() or self._read(0 if self._pieces else timeout)
-                if chunk is None:
-                    break
-                self._copy(chunk)
-                self._read_ahead()
-        except Exception as error:
-            raise LoadFailed(f"a load of {len(self.contents)} blocks failed: {error}", cache) from error
-        return cache
-
-    def _write(self, cache: KVCache, piece: Piece) -> KVCache:
+    def _arrived(self, piece: Piece) -> Arrival:
         jax.block_until_ready(piece.rows)  # raises if the transfer failed; the cache must not depend on it then
-        cache = write_rows(cache, piece.ids, piece.rows, implementation=self._pool._implementation)
-        for key in piece.keys:
-            del self._missing[key]
-        if self.is_done:
-            self._pool._chunks.use(self.contents)
-        self._pool.stats.loaded += len(piece.keys)
-        self._pool.stats.loaded_bytes += len(piece.keys) * self._pool.block_nbytes
-        return cache
+        for key in piece.pulled:
+            del self._progress.missing[key]
+        if not self._progress.missing:
+            self._pool._chunks.use(self._keys)
+        self._pool.stats.loaded += len(piece.pulled)
+        self._pool.stats.loaded_bytes += len(piece.pulled) * self._pool.block_nbytes
+        return Arrival(piece.keys, piece.rows)
 
     def _copy(self, chunk: Chunk) -> None:
-        """Starts the transfer of the blocks of a chunk that are to be loaded."""
-        keys = [key for key in chunk.keys if key in self._queue]
-        if keys:  # none if others have stored them while they were read, and they have been copied from there
-            ids = np.asarray([self._queue.get(key, SKIPPED) for key in chunk.keys], np.int32)
-            self._pieces.append(Piece(transfers.to_device(chunk.rows, self._sharding), ids, keys))
-        for key in keys:
+        """Starts the transfer of a chunk to the device, if it has blocks of the queue."""
+        pulled = [key for key in chunk.keys if key in self._queue]
+        if pulled:  # none if others have stored them while they were read, and they have been copied from there
+            self._progress.pieces.append(Piece(transfers.to_device(chunk.rows, self._sharding), chunk.keys, pulled))
+        for key in pulled:
             del self._queue[key]
 
-    def _cost(self, piece: Piece) -> int:
-        return max(len(piece.ids), self._pool._chunk_blocks // TRANSFERS_PER_CHUNK)
-
     def _in_host_memory(self) -> Chunk | None:
-        """A chunk in host memory that has blocks to be loaded."""
+        """A chunk in host memory that has blocks of the queue."""
         chunks = self._pool._chunks
         return next((chunks.place(key)[0] for key in self._queue if key in chunks), None)
 
@@ -701,9 +756,10 @@ class Load:
         """Starts to read a chunk of what is not in host memory, unless one is being read or there is no disk pool."""
         if self._reading is not None or self._pool.disk is None:
             return
-        absent = [key for key in self._queue if key not in self._pool._chunks]
-        for part in islice(_split(absent, self._pool._chunk_blocks), 1):
-            self._reading = self._pool._reader.submit(self._pool._read, part, self._pool.disk, self._sharding)
+        absent = tuple(key for key in self._queue if key not in self._pool._chunks)
+        for first in islice(in_powers_of_two(len(absent), self._pool._chunk_blocks), 1):
+            part, disk = absent[first], self._pool.disk
+            self._reading = self._pool._reader.submit(self._pool._read, part, disk, self._sharding)
 
     def _read(self, timeout: float) -> Chunk | None:
         """What has been read from disk; None if that is not complete after `timeout` seconds."""
@@ -717,15 +773,6 @@ class Load:
         if fits and not any(key in self._pool._chunks for key in chunk.keys):
             self._pool._chunks.add(chunk)
         return chunk
-
-
-def _split(keys: Iterable[bytes], most: int) -> Iterator[tuple[bytes, ...]]:
-    """Splits keys into runs of at most `most`.  Their lengths are powers of two, so that few programs are compiled."""
-    keys = list(keys)
-    while keys:
-        length = 1 << (min(len(keys), most).bit_length() - 1)
-        yield tuple(keys[:length])
-        del keys[:length]
 
 
 def _moves(pairs: Iterable[tuple[tuple[Chunk, int], int]]) -> list[tuple[Chunk, np.ndarray]]:

@@ -11,7 +11,7 @@ from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, block_ids, check_cache, describe, int32, layer_index, positive_int
 from jaxkv.dispatch import run
 from jaxkv.layout.layout import CacheLayout
-from jaxkv.offload.transfers import read_rows
+from jaxkv.ops.rows import read_rows
 from jaxkv.ops.slots import slots_for
 from jaxkv.ops.writes import write_mla
 from jaxkv_kernels import calls

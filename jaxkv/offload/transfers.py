@@ -2,22 +2,25 @@
 engines.
 """
 
+from collections.abc import Iterator, Sequence
+
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxkv.cache import KVCache
-from jaxkv.checks import check_cache, check_one_buffer
+from jaxkv.checks import check_cache, check_one_buffer, describe, positive_int
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
-from jaxkv.ops.blocks import read_blocks, write_blocks
+from jaxkv.ops.rows import devices_of, rows_sharding
+from jaxkv_kernels.addressing import one_array
 from jaxkv_kernels.formats.entries import Entry
 
 Layout = CacheLayout | PackedLayout
 
-read_rows = jax.jit(read_blocks, static_argnames="implementation")
-"""`read_blocks`, compiled."""
-write_rows = jax.jit(write_blocks, static_argnames="implementation", donate_argnames="cache")
-"""`write_blocks`, compiled; the cache is donated."""
+SKIPPED = -1
+"""A block id outside every cache."""
 
 HostArray = jax.Array | np.ndarray
 """An array in pinned memory, which devices access directly; a NumPy array if a device has no pinned memory."""
@@ -27,54 +30,102 @@ PINNING_PLATFORMS = ("gpu",)
 """Platforms on which pinning takes time, so that memory is reserved.  On CPUs, pinned memory is ordinary memory."""
 
 
-def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
-    """Shape [E] and dtype of an exported block, including all groups.
+def row_of(layout: Layout, devices: int = 1) -> jax.ShapeDtypeStruct:
+    """Shape [D * E] and dtype of an exported block, including all groups and the parts of all D devices.
 
-    ValueError if `layout` is not a layout, or divides the tokens of requests over devices.
+    ValueError if `layout` is not a layout, or divides the tokens of requests over another number of devices.
     """
     if not isinstance(layout, CacheLayout | PackedLayout):
         raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout or a PackedLayout")
     group = next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout
-    if group.shards.num_shards > 1:
+    if group.shards.num_shards not in (1, positive_int("devices", devices)):
         raise ValueError(
-            f"`layout` is that of a share of the tokens, {group.shards}: expected one of all tokens, because the key "
-            "of a block does not say which share it has"
+            f"`layout` is that of a share of the tokens, {group.shards}, and `devices` is {devices}: expected "
+            f"{group.shards.num_shards}, because a block has the shares of all devices"
         )
-    return jax.ShapeDtypeStruct((group.pages.block_elements,), group.dtype)
+    return jax.ShapeDtypeStruct((devices * group.pages.block_elements,), group.dtype)
 
 
-def check_exchange(cache: KVCache, layout: Layout) -> None:
-    """ValueError unless `cache` has blocks of `layout`.  If `layout` is packed, `cache` may be a view of any group."""
-    check_cache(cache, Entry)
+def check_rows(name: str, rows: object, count: int, row: jax.ShapeDtypeStruct) -> None:
+    """ValueError unless `rows` are `count` blocks, each like `row`."""
+    if (getattr(rows, "shape", None), getattr(rows, "dtype", None)) != ((count, *row.shape), row.dtype):
+        raise ValueError(f"{name} is {describe(rows)}: expected {row.dtype}[{count}, {row.shape[0]}], a row per key")
+
+
+def check_exchange(cache: KVCache, layout: Layout, devices: int = 1) -> None:
+    """ValueError unless `cache` has blocks of `layout`, divided over so many devices.
+
+    If `layout` is packed, `cache` may be a view of any group.
+    """
+    if not isinstance(cache, KVCache) or one_array(cache.buffer).ndim != 1 or devices_of(cache) < 2:
+        check_cache(cache, Entry)  # which does not know caches on several devices
     check_one_buffer("cache", cache.layout)
     if cache.layout.fingerprint != layout.fingerprint:
         raise ValueError(
             "`cache` has other blocks than the pool: make another pool, or convert them with `jaxkv.convert_blocks`\n"
             f"the cache has\n{cache.layout}\nthe pool stores\n{layout}"
         )
+    if (divided := devices_of(cache)) != devices:
+        raise ValueError(
+            f"the blocks of `cache` are divided over {divided} devices, and those of the pool over {devices}: expected "
+            f"a pool with `devices={divided}`"
+        )
+
+
+def in_powers_of_two(count: int, most: int) -> Iterator[slice]:
+    """Splits `count` items into parts of at most `most`, a power of two each, so that few programs are compiled."""
+    start = 0
+    while start < count:
+        stop = start + (1 << (min(count - start, most).bit_length() - 1))
+        yield slice(start, stop)
+        start = stop
+
+
+def padded(ids: Sequence[int] | np.ndarray, rows: jax.Array | None = None):
+    """Block ids, int32 [n], and their rows [n, E], with `SKIPPED` and rows of zeros up to the next power of two.
+
+    Without rows, returns the ids alone.  As a program is compiled for each length, there are few then.
+    """
+    excess = (1 << (len(ids) - 1).bit_length()) - len(ids) if len(ids) else 0
+    ids = np.pad(np.asarray(ids, np.int32), (0, excess), constant_values=SKIPPED)
+    return ids if rows is None else (ids, jnp.pad(rows, [(0, excess), (0, 0)]))
 
 
 def to_host(rows: jax.Array) -> HostArray:
-    """Starts the copy of an array on a device to host memory; reading the result waits for it."""
+    """Starts the copy of an array on devices to host memory; reading the result waits for it.
+
+    Each device copies its part.  If all have the whole array, one of them copies it.
+    """
+    if rows.is_fully_replicated:
+        rows = rows.addressable_data(0)
     if not has_pinned_memory(rows.sharding):
         return np.asarray(rows)
     return jax.device_put(rows, rows.sharding.with_memory_kind(PINNED))
 
 
-def to_device(rows: HostArray, sharding: jax.sharding.Sharding) -> jax.Array:
-    """Starts the copy of an array in host memory to a device."""
-    return jax.device_put(rows, sharding)
+def to_device(rows: HostArray, sharding: Sharding) -> jax.Array:
+    """Starts the copy of rows in host memory to the devices of a cache, whose buffer has this sharding."""
+    return jax.device_put(rows, rows_sharding(sharding))
 
 
-def to_pinned(rows: np.ndarray, sharding: jax.sharding.Sharding) -> HostArray:
-    """Copies a NumPy array to the kind of memory in which `to_host` puts arrays of that sharding."""
-    return jax.device_put(rows, sharding.with_memory_kind(PINNED)) if has_pinned_memory(sharding) else rows
+def to_pinned(rows: np.ndarray, sharding: Sharding) -> HostArray:
+    """Copies a NumPy array to the kind of memory in which `to_host` puts the rows of a cache with that sharding."""
+    if not has_pinned_memory(sharding):
+        return rows
+    if sharding.is_fully_replicated:
+        sharding = SingleDeviceSharding(min(sharding.addressable_devices, key=lambda device: device.id))
+    return jax.device_put(rows, rows_sharding(sharding).with_memory_kind(PINNED))
 
 
 def to_numpy(rows: HostArray) -> np.ndarray:
     """Waits for an array in host memory and returns it as a NumPy array."""
     if isinstance(rows, np.ndarray):
         return rows
+    if len(rows.sharding.device_set) > 1:
+        parts = np.empty(rows.shape, rows.dtype)
+        for shard in rows.addressable_shards:
+            parts[shard.index] = to_numpy(shard.data)
+        return parts
     # JAX keeps the NumPy copy alive with the array.  A temporary second array of the same memory avoids that.
     return np.asarray(jax.make_array_from_single_device_arrays(rows.shape, rows.sharding, [rows]))
 
@@ -84,7 +135,7 @@ def reserve(nbytes: int, device: jax.Device) -> None:
 
     Pinning takes half a second per GB on an H200's host.  JAX keeps the pinned memory and reuses it for later arrays.
     """
-    sharding = jax.sharding.SingleDeviceSharding(device)
+    sharding = SingleDeviceSharding(device)
     if device.platform in PINNING_PLATFORMS and has_pinned_memory(sharding):
         try:
             jax.block_until_ready(to_pinned(np.zeros(nbytes, np.uint8), sharding))
@@ -95,7 +146,7 @@ def reserve(nbytes: int, device: jax.Device) -> None:
             ) from error
 
 
-def has_pinned_memory(sharding: jax.sharding.Sharding) -> bool:
+def has_pinned_memory(sharding: Sharding) -> bool:
     """Whether all devices of the sharding have pinned host memory."""
     return all(
         PINNED in (memory.kind for memory in device.addressable_memories()) for device in sharding.addressable_devices

@@ -1,16 +1,11 @@
 """Copying blocks to a cache on other devices, for prefill on some devices and decode on others."""
 
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from jaxkv.cache import KVCache
 from jaxkv.checks import block_ids, check_one_buffer, describe
-from jaxkv.ops import blocks
 from jaxkv.ops.blocks import pairs_of_groups
+from jaxkv.ops.rows import devices_of, read_rows, rows_sharding, write_rows
 from jaxkv_kernels.addressing import one_array
 
 
@@ -46,7 +41,7 @@ def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_bloc
     if source_ids.size != target_ids.size:
         count = source_ids.size
         raise ValueError(f"`target_blocks` has {target_ids.size} ids: expected as many as `source_blocks`, {count}")
-    ours, theirs = (one_array(cache.buffer).size // cache.layout.size for cache in (source, target))
+    ours, theirs = devices_of(source), devices_of(target)
     if ours != theirs:
         raise ValueError(
             f"`target` is divided over {theirs} devices: expected as many as `source`, {ours}; context parallel "
@@ -64,31 +59,11 @@ def transfer_blocks(source: KVCache, source_blocks, target: KVCache, target_bloc
             "`target` stores the same entries as `source` in another order, padding or dtype: use the same layout for "
             "both, or convert the blocks with `jaxkv.convert_blocks`"
         )
-    data = _read(source, source_ids, one_array(source.buffer).sharding, implementation)
-    data = jax.device_put(data, one_array(target.buffer).sharding)
-    return _write(target, target_ids, data, one_array(target.buffer).sharding, implementation)
+    rows = read_rows(source, source_ids, implementation=implementation)
+    rows = jax.device_put(rows, rows_sharding(one_array(target.buffer).sharding))
+    return write_rows(target, target_ids, rows, implementation=implementation)
 
 
 def _packed(name: str, cache: KVCache) -> str:
     packed = cache.layout.packed
     return f"`{name}` has " + ("one group" if packed is None else f"those of a PackedLayout of fingerprint {packed}")
-
-
-@partial(jax.jit, static_argnums=(2, 3))
-def _read(cache, ids, sharding: Sharding, implementation) -> jax.Array:
-    """Payloads of blocks [n, E].  Those of several caches are concatenated along the first axis."""
-    return _on_each(partial(blocks.read_blocks, implementation=implementation), sharding, 0)(cache, ids)
-
-
-@partial(jax.jit, static_argnums=(3, 4), donate_argnums=0)
-def _write(cache, ids, data, sharding: Sharding, implementation) -> KVCache:
-    return _on_each(partial(blocks.write_blocks, implementation=implementation), sharding, 1)(cache, ids, data)
-
-
-def _on_each(function: Callable[..., Any], sharding: Sharding, rows: int) -> Callable[..., Any]:
-    """`function(cache, ids, *rows)` on every device that has a cache of that sharding."""
-    if not isinstance(sharding, NamedSharding):
-        return function
-    specs = sharding.spec, PartitionSpec(), *[sharding.spec] * rows
-    # JAX cannot track which values vary over the mesh inside Pallas GPU kernels.
-    return jax.shard_map(function, mesh=sharding.mesh, in_specs=specs, out_specs=sharding.spec, check_vma=False)

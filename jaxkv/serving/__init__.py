@@ -9,6 +9,7 @@ token with its request from `run`.  `AsyncEngine` runs either in a thread, for r
 from jaxkv.serving.async_engine import AsyncEngine, Stream
 from jaxkv.serving.drafts import MTP, AcceptanceStats, NGram
 from jaxkv.serving.engine import Engine
+from jaxkv.serving.export import ExportedBlocks
 from jaxkv.serving.prefix import PrefixCacheStats
 from jaxkv.serving.replicas import Replicas
 from jaxkv.serving.request import Request, TokenLogprobs
@@ -20,6 +21,7 @@ __all__ = [
     "AsyncEngine",
     "Engine",
     "EngineStats",
+    "ExportedBlocks",
     "HostTime",
     "NGram",
     "PrefixCacheStats",

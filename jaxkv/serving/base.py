@@ -164,7 +164,7 @@ class EngineBase(ABC):
         self._release()  # the earlier call may have been interrupted
         raise RuntimeError(
             "this engine has ended, because it could not be restored after an exception: "
-            f"{type(self._ended_by).__name__}: {self._ended_by}.  Make a new one; the model and the pools of `offload` "
+            f"{type(self._ended_by).__name__}: {self._ended_by}.  Make a new one; the model and its connectors "
             "can be used again.  Requests that had not finished are in `waiting`.  Their `tokens` are right as far as "
             "they go, and can be prompts of the new engine"
         ) from self._ended_by

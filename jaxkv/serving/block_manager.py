@@ -4,18 +4,16 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
+import jax
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.offload.host import Load
+from jaxkv.offload.transfers import SKIPPED, padded
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import OFFLOADED, Prefix
 from jaxkv.serving.request import ABSENT, Held, Request
 from jaxkv.serving.table import TableKind, partial_table
-from jaxkv.serving.tiers import Tiers
-
-NOWHERE = -1
-"""A block id outside every cache."""
+from jaxkv.serving.tiers import Load, Tiers
 
 
 class BlockManager:
@@ -24,7 +22,7 @@ class BlockManager:
     Args:
       tables: the tables of each request.
       pool: the blocks of the cache, which all tables share.
-      tiers: what stores blocks below the device.
+      tiers: the connectors.
       keys: `prefix_keys`, with the layout and the model.
       copy: a compiled `copy_blocks`, which donates the cache.
       places: the most running requests.
@@ -71,6 +69,53 @@ class BlockManager:
             if not loading.isdisjoint(key for key, _ in self._offloaded(request, prefix)):
                 return replace(prefix, awaited=True)
         return prefix
+
+    def blocks_of_prefix(self, request: Request, tokens: int) -> list[tuple[TableKind, int, bytes]]:
+        """The blocks that a request needs to go on after its first `tokens` tokens: their tables, numbers and keys."""
+        return [
+            (table, index, self._key(request, table, index, tokens))
+            for table in self.tables
+            for index in table.needed(tokens)
+        ]
+
+    def _key(self, request: Request, table: TableKind, index: int, tokens: int) -> bytes:
+        """The key of block number `index`, if a request uses it for its first `tokens` tokens."""
+        start = index * table.block_size
+        if table == self._partial and tokens < start + table.block_size:
+            (key,) = self._keys_after(request, table, index, request.tokens[start:tokens], tokens - start)
+            return key
+        return request.keys_of(table.name)[index]
+
+    def adopt(self, cache: KVCache, request: Request, tokens: int, rows: jax.Array, write: Callable) -> KVCache:
+        """Writes the blocks of a request's prefix that are missing to free blocks, where they can be found then.
+
+        Blocks of other contents are evicted for them, but not those of this prefix.  If too few are free, the last
+        ones are left out.
+
+        Args:
+          cache: the cache; it is donated.
+          request: a request that does not run, whose keys are known.
+          tokens: the length of its prefix.
+          rows: the contents [n, E] of `blocks_of_prefix`.
+          write: a compiled `write_blocks`, which donates the cache.
+        """
+        found = self.blocks_of_prefix(request, tokens)
+        held = [self.pool.share(block) for _, _, key in found if (block := self.pool.find(key)) is not None]
+        targets = np.full(len(found), SKIPPED, np.int32)
+        for n, (_, _, key) in enumerate(found):
+            if self.pool.find(key) is None and self.pool.num_free:
+                targets[n] = self.pool.allocate()
+        cache = write(cache, *padded(targets, rows))
+        for block, (table, index, _) in zip(targets.tolist(), found, strict=True):
+            if block != SKIPPED:
+                self._name(block, request, table, index, tokens)
+                held.append(block)
+        self._free(held)
+        return cache
+
+    def cached_prefix(self, request: Request, running: Sequence[Request]) -> Prefix:
+        """The longest prefix of a request, whose keys are known, in blocks of the cache."""
+        return Prefix.of(request, running, self.tables, self.pool, tiers=())
 
     def count(self, request: Request, prefix: Prefix, end: int) -> int:
         """The number of blocks that a request holds if it joins with this prefix, and its first step ends at `end`."""
@@ -133,11 +178,11 @@ class BlockManager:
         return cache
 
     def fill(self, cache: KVCache, request: Request, start: int, end: int) -> None:
-        """Registers the keys of the blocks that became full with the tokens [start, end), and stores them in tiers.
+        """Registers the keys of the blocks that became full with the tokens [start, end), and offers them to tiers.
 
-        Prefixes that others can reuse end at the ends of blocks, of the tables that keep all blocks.  From the other
-        tables, tiers therefore store only the blocks that a request needs to continue after such a prefix.  At the end,
-        blocks that no later token of this request needs are freed.
+        Prefixes that others can reuse end at the ends of blocks, of the tables that keep all blocks.  Of the other
+        tables, tiers are therefore offered only the blocks that a request needs to continue after such a prefix.  At
+        the end, blocks that no later token of this request needs are freed.
         """
         filled = [(table, index) for table in self.tables for index in table.filled(start, end)]
         if filled:
@@ -145,10 +190,10 @@ class BlockManager:
             contents = {}
             for table, index in filled:
                 held = request.held[table.name]
-                self._name(held.blocks[index], request, table, index)
+                self._name(held.blocks[index], request, table, index, end)
                 if table.is_needed_after(self._prefix_size, index):
                     contents[held.keys[index]] = held.blocks[index]
-            self.tiers.store(cache, contents)
+            self.tiers.offer(cache, contents)
         for table in self.tables:
             if table.window is not None:
                 self._expire(request, table, table.needed(end).start)
@@ -156,8 +201,8 @@ class BlockManager:
     def load(self, cache: KVCache, request: Request, prefix: Prefix) -> None:
         """Begins to load the blocks of a prefix that are not on the device, into those that `allocate` has given."""
         contents = {key: request.held[name].blocks[index] for key, (name, index) in self._offloaded(request, prefix)}
-        self.loads[request] = self.tiers.load(cache, contents)
-        self.loads[request].start()
+        self.loads[request] = Load(contents)
+        self.tiers.begin(self.loads[request], cache)
 
     def advance_loads(self, cache: KVCache, *, timeout: float = 0) -> tuple[KVCache, dict[Request, int]]:
         """Continues all loads; waits for one of them at most `timeout` seconds if nothing else can be done.
@@ -165,11 +210,11 @@ class BlockManager:
         Returns the cache, and the requests whose loads have ended, with the number of tokens in the blocks that were
         loaded.  It is 0 if the load failed.
         """
-        cache, failed = self.tiers.advance(cache, self.loads.values(), timeout=timeout)
+        cache = self.tiers.advance(cache, self.loads.values(), timeout=timeout)
         ended = {}
         for request, load in list(self.loads.items()):
-            if load in failed or load.is_done:
-                ended[request] = 0 if load in failed else self._loaded(request, load)
+            if load.has_failed or not load.missing:
+                ended[request] = 0 if load.has_failed else self._loaded(request, load)
                 self._end_load(request)
         return cache, ended
 
@@ -179,7 +224,7 @@ class BlockManager:
         for table in self.tables:
             for index, key in enumerate(request.keys_of(table.name)):
                 if (block := load.contents.get(key)) is not None:
-                    self._name(block, request, table, index)
+                    self._name(block, request, table, index, (index + 1) * table.block_size)
                     covered.update(range(index * table.block_size, (index + 1) * table.block_size))
         return len(covered)
 
@@ -220,23 +265,25 @@ class BlockManager:
 
     def warm_up(self, cache: KVCache) -> KVCache:
         """Compiles the copies of blocks and the programs of transfers."""
-        return self.tiers.warm_up(self._copy(cache, _ids(NOWHERE), _ids(NOWHERE)))
+        return self.tiers.warm_up(self._copy(cache, _ids(SKIPPED), _ids(SKIPPED)))
 
-    def _name(self, block: int, request: Request, table: TableKind, index: int) -> None:
-        """Registers the key of a full block of a request and, if a prefix may end inside it, its tokens."""
+    def _name(self, block: int, request: Request, table: TableKind, index: int, tokens: int) -> None:
+        """Registers the key of a block, of a request whose first `tokens` tokens are cached.
+
+        If a prefix may end inside the block, also registers its tokens.
+        """
         position = None
         if table == self._partial:
-            start = index * table.block_size
-            position = request.predecessor(table.name, index), request.tokens[start : start + table.block_size]
-        self.pool.name(block, request.keys_of(table.name)[index], position)
+            start, end = index * table.block_size, min((index + 1) * table.block_size, tokens)
+            position = request.predecessor(table.name, index), request.tokens[start:end]
+        self.pool.name(block, self._key(request, table, index, tokens), position)
 
     def _name_tail(self, request: Request, table: TableKind) -> None:
         """Registers the tokens of a request's last block, unless it is full or they can be found in another."""
         index, count = divmod(request.filled, table.block_size)
         tokens, predecessor = request.tokens[request.filled - count :][:count], request.predecessor(table.name, index)
         if self.pool.find_first_tokens(predecessor, tokens)[1] < count:
-            (key,) = self._keys_after(request, table, index, tokens, count)
-            self.pool.name(request.held[table.name].blocks[index], key, (predecessor, tokens))
+            self._name(request.held[table.name].blocks[index], request, table, index, request.filled)
 
     def _keys_after(
         self, request: Request, table: TableKind, index: int, tokens: Sequence[int], size: int

@@ -19,14 +19,17 @@ from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling
 from jaxkv.models.weights.fingerprint import fingerprint
-from jaxkv.offload import HostPool, prefix_keys
+from jaxkv.offload import Connector, prefix_keys
 from jaxkv.offload.keys import salt_parts
+from jaxkv.offload.transfers import check_rows, padded, row_of, to_device
 from jaxkv.ops.blocks import copy_blocks
+from jaxkv.ops.rows import devices_of, read_rows, write_rows
 from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.block_manager import BlockManager
 from jaxkv.serving.buckets import Buckets, Shape
 from jaxkv.serving.drafts import AcceptanceStats, Drafts
+from jaxkv.serving.export import ExportedBlocks
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
 from jaxkv.serving.program_cache import Compilable, Program
@@ -62,11 +65,11 @@ class Engine(EngineBase):
     their content until they are evicted, whether a request holds them or not.  If a block on the device begins with the
     next tokens, it is copied, unless the cache has several tables of entries; if a running request is computing the
     next block, the request waits for that.
-    With `offload`, full blocks are also stored in host memory.  They are copied while later steps run, so steps do not
-    wait, and an evicted block is already stored.  Blocks that are found in the pool are loaded while the steps of other
-    requests run.  Their request has its place and all its blocks meanwhile, so that later requests take only what is
-    left; a request with the same prefix waits.  Blocks that cannot be loaded are computed.  None of this changes the
-    generated tokens, except through the rounding of logits.
+    With `connectors`, full blocks are also offered to others: a `HostPool` stores them in host memory.  They are copied
+    while later steps run, so steps do not wait, and an evicted block is already stored.  Blocks that a connector has
+    are loaded while the steps of other requests run.  Their request has its place and all its blocks meanwhile, so that
+    later requests take only what is left; a request with the same prefix waits.  Blocks that cannot be loaded are
+    computed.  None of this changes the generated tokens, except through the rounding of logits.
 
     With `drafts`, a step verifies the drafts of every request whose prompt is complete, and appends the model's own
     tokens up to the first that differs from its draft.  The host waits for every step then.
@@ -94,15 +97,16 @@ class Engine(EngineBase):
         chunks per step than that allows, by the times of earlier steps.  At first, and if even the fewest chunks take
         longer, a step has the fewest for which there is a program, so that prompts always continue.  Steps without
         chunks, and those in which nothing decodes, are not affected.  Default: no bound.
-      offload: a pool that also stores the blocks, in host memory and, if it has a disk pool, on disk.  It must be made
-        for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the engine.
+      connectors: where blocks are also offered and found, such as a `HostPool`, in the order in which they are asked.
+        Each must be made for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the
+        engine.
       drafts: how the next tokens are drafted, by `MTP` or `NGram`, so that a step may add several tokens to a request;
         default not at all.
 
     Raises:
-      ValueError: an argument is out of range; `offload` was made for another layout, or is passed although the cache is
-        on several devices; the model is data parallel (use `Replicas`), or cannot draft as `drafts` says; or its cache
-        has tables that are not supported, with `drafts` several or other than those of entries that requests keep.
+      ValueError: an argument is out of range; a connector was made for another layout or number of devices; the model
+        is data parallel (use `Replicas`), or cannot draft as `drafts` says; or its cache has tables that are not
+        supported, with `drafts` several or other than those of entries that requests keep.
     """
 
     def __init__(
@@ -117,7 +121,7 @@ class Engine(EngineBase):
         chunk: int = 64,
         max_num_batched_tokens: int | None = None,
         max_time_between_tokens: float | None = None,
-        offload: HostPool | None = None,
+        connectors: Sequence[Connector] = (),
         drafts: Drafts | None = None,
     ):
         super().__init__()
@@ -126,12 +130,11 @@ class Engine(EngineBase):
         self.model = model
         block_size = model.usual_block_size if block_size is None else block_size
         layout = model.layout(num_blocks, block_size, order)
-        self.block_size, self._order = block_size, order
+        self.block_size, self._order, self._layout = block_size, order, layout
         self.max_requests = positive_int("max_requests", max_requests)
         self.pool = BlockPool(num_blocks)
         self._allocate()
-        self.tiers = Tiers(offload)
-        self.tiers.check(self.cache, layout)
+        self.tiers = Tiers(connectors, self.cache, layout, model.implementation)
         self.prefix_stats = PrefixCacheStats()
         self.host_time = HostTime()
         self.chunk = positive_int("chunk", chunk)
@@ -177,14 +180,13 @@ class Engine(EngineBase):
         """The most cached tokens of a request that has the cache for itself."""
         if max_len is None:
             max_len = min(self._capacity, model.config.max_position_embeddings)
-        # Without a pool, keys do not leave this engine, so they need not name the model.
-        name = "" if offload is None else fingerprint(model)
+        self.fingerprint = fingerprint(model)
         copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
         self.block_manager = BlockManager(
             tables,
             self.pool,
             self.tiers,
-            keys=partial(prefix_keys, layout_fingerprint=layout.fingerprint, model=name),
+            keys=partial(prefix_keys, layout_fingerprint=layout.fingerprint, model=self.fingerprint),
             copy=jax.jit(copy, donate_argnums=0),
             places=self.max_requests,
             max_len=positive_int("max_len", max_len),
@@ -240,8 +242,8 @@ class Engine(EngineBase):
             position of each generated token, beside that of the token itself.  They are those of the model, before
             temperature and filters.  Steps with such requests run one more program.  It is compiled when it is first
             needed, for each number of rows.  Default: none.
-          cache_salt: requests share cached blocks only if they have the same salt, in this engine and in the pools of
-            `offload`.  It may have several parts, for example the name of a tenant and that of an adapter.
+          cache_salt: requests share cached blocks only if they have the same salt, in this engine and in its
+            connectors.  It may have several parts, for example the name of a tenant and that of an adapter.
 
         Raises:
           TypeError: a token id (of `prompt`, `stop`) or `priority` is not an integer, or `sampling` is not a Sampling.
@@ -249,12 +251,7 @@ class Engine(EngineBase):
             would exceed the block table or the cache.  `logprobs` is out of range, or the engine has `drafts`; or
             `cache_salt` is not as `prefix_keys` expects it.
         """
-        vocabulary = self.model.config.vocab_size
-        prompt = token_ids("prompt", prompt)
-        outside = [token for token in prompt if not 0 <= token < vocabulary]
-        if not prompt or outside:
-            problem = f"has token id {outside[0]}" if outside else "is empty"
-            raise ValueError(f"`prompt` {problem}: expected one or more token ids from 0 to {vocabulary - 1}")
+        prompt = self._checked_prompt(prompt)
         # The last token needs no entry, because no token attends to it.
         entries = len(prompt) + positive_int("max_tokens", max_tokens) - 1
         table, cache = self.block_manager.max_len, self._capacity
@@ -271,6 +268,15 @@ class Engine(EngineBase):
         stop = stop_tokens(stop, self.model.config.stop_tokens)
         options = {"num_logprobs": logprobs, "cache_salt": salt_parts(cache_salt)}
         return Request(prompt, max_tokens, sampling, stop, operator.index(priority), **options)
+
+    def _checked_prompt(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        vocabulary = self.model.config.vocab_size
+        prompt = token_ids("prompt", prompt)
+        outside = [token for token in prompt if not 0 <= token < vocabulary]
+        if not prompt or outside:
+            problem = f"has token id {outside[0]}" if outside else "is empty"
+            raise ValueError(f"`prompt` {problem}: expected one or more token ids from 0 to {vocabulary - 1}")
+        return prompt
 
     @override
     def add(self, request):
@@ -309,6 +315,105 @@ class Engine(EngineBase):
         if request not in self.waiting and request not in self.running:
             raise ValueError(f"`request` neither waits nor runs: it ended with {request.finish_reason!r}")
         self._cancel(request, finish_reason)
+
+    def export(
+        self, prompt: Sequence[int], *, cache_salt: str | bytes | Sequence[str | bytes] | None = None
+    ) -> ExportedBlocks:
+        """Copies the blocks that hold the longest prefix of a prompt which the cache has, for `adopt`.
+
+        Blocks that are only in connectors are not copied.  The copy is an array on the device, which later steps do not
+        change.
+
+        Args:
+          prompt: token ids, at least one.  To export what a request has left, pass its `tokens`.
+          cache_salt: that of the request.
+
+        Returns:
+          The blocks.  `num_tokens` is 0 if the cache has nothing of the prompt.
+
+        Raises:
+          TypeError, ValueError: the prompt or the salt is not as `new_request` expects it.
+          RuntimeError: the engine has ended, because it could not be restored after an exception.
+        """
+        self.check_usable()
+        request = self._unscheduled(prompt, cache_salt)
+        found = self.block_manager.cached_prefix(request, self.running)
+        blocks = self.block_manager.blocks_of_prefix(request, found.tokens)
+        rows = read_rows(self.cache, padded(found.on_device), implementation=self.model.implementation)
+        return ExportedBlocks(
+            prompt=request.prompt[:-1],
+            cache_salt=request.cache_salt,
+            num_tokens=found.tokens,
+            model=self.fingerprint,
+            layout=self._layout.fingerprint,
+            keys=tuple(key for _, _, key in blocks),
+            rows=rows[: len(blocks)],
+        )
+
+    def adopt(self, exported: ExportedBlocks) -> int:
+        """Writes blocks that an engine has exported to the cache, where requests find them as those of a prefix.
+
+        The engine has the same model and the same layout, and may be in another process or on another machine.  Blocks
+        go to free blocks, and evict the ones that have been free for longest.  If too few are free, the last ones are
+        left out.  Blocks that the cache has are not written again.
+
+        Args:
+          exported: from `export`; its rows may be a NumPy array or on other devices.
+
+        Returns:
+          How many leading tokens of the prompt the cache has now.
+
+        Raises:
+          ValueError: the blocks are of another model or layout, or their keys or their number are not those of the
+            prompt.
+          TypeError: `exported` is not an ExportedBlocks.
+          RuntimeError: the engine has ended, because it could not be restored after an exception.
+        """
+        self.check_usable()
+        if not isinstance(exported, ExportedBlocks):
+            raise TypeError(f"`exported` is a {type(exported).__name__}: expected an ExportedBlocks, from `export`")
+        for what, theirs, ours in (
+            ("model", exported.model, self.fingerprint),
+            ("layout", exported.layout, self._layout.fingerprint),
+        ):
+            if theirs != ours:
+                raise ValueError(
+                    f"`exported.{what}` is {theirs!r}: expected {ours!r}, the fingerprint of this engine's {what}; "
+                    "blocks of others cannot be used" + " (`jaxkv.convert_blocks` converts rows)" * (what == "layout")
+                )
+        request = self._unscheduled(exported.prompt, exported.cache_salt)
+        self._check_exported(request, exported)
+        self._adopt(request, exported)
+        return self.block_manager.cached_prefix(request, self.running).tokens
+
+    def _check_exported(self, request: Request, exported: ExportedBlocks) -> None:
+        """ValueError unless the exported blocks are those of the prefix of a request."""
+        tokens, limit = exported.num_tokens, len(exported.prompt)
+        if as_int(tokens) is None or not 0 <= tokens <= limit:
+            raise ValueError(f"`exported.num_tokens` is {tokens!r}: expected 0 to {limit}, the length of its prompt")
+        try:
+            keys = tuple(key for _, _, key in self.block_manager.blocks_of_prefix(request, tokens))
+        except IndexError:
+            keys = ()  # no prefix ends there: it would need a part of a block of which only the whole has a key
+        if keys != tuple(exported.keys):
+            raise ValueError(
+                f"`exported.keys` are not those of the first {tokens} tokens of its prompt: expected what `export` "
+                "returned, unchanged"
+            )
+        check_rows("`exported.rows`", exported.rows, len(keys), row_of(self._layout, devices_of(self.cache)))
+
+    @restores
+    def _adopt(self, request: Request, exported: ExportedBlocks) -> None:
+        write = partial(write_rows, implementation=self.model.implementation)
+        rows = to_device(exported.rows, one_array(self.cache.buffer).sharding)
+        self.cache = self.block_manager.adopt(self.cache, request, exported.num_tokens, rows, write)
+
+    def _unscheduled(self, prompt: Sequence[int], cache_salt) -> Request:
+        """A request that finds prefixes of all of a prompt, without being queued."""
+        # Requests compute their last token, so that there is one more.
+        request = Request((*self._checked_prompt(prompt), 0), 1, GREEDY, frozenset(), cache_salt=salt_parts(cache_salt))
+        self.block_manager.extend_keys(request)
+        return request
 
     @restores
     def _cancel(self, request: Request, finish_reason: str) -> None:
@@ -365,7 +470,7 @@ class Engine(EngineBase):
         # join again.  The cache is made again even if no program has donated it, because a program that failed after
         # it was launched may have computed it.
         self._release()
-        self.tiers.drop_failed_stores()
+        self.tiers.drop_failed_offers()
         self._places[:] = range(self.max_requests)
         self._allocate()
         jax.block_until_ready((self.cache.buffer, self.last))  # an error now means that the device is lost

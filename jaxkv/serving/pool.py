@@ -5,6 +5,8 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from itertools import takewhile
 
+from jaxkv.offload.events import BlockEvents
+
 type Predecessor = bytes | tuple[bytes, ...]
 """What a block follows: the key of the block before it or, if it is the first, the salt of its request."""
 
@@ -21,6 +23,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int):
         self._references = [0] * num_blocks
+        self.events = BlockEvents()
+        """Which keys are added and removed."""
         self._blank: list[int] = []
         """Free blocks without a key."""
         self._kept: dict[int, None] = {}
@@ -74,6 +78,7 @@ class BlockPool:
         if key in self._blocks:
             return
         self._keys[block], self._blocks[key] = key, block
+        self.events.stored((key,))
         if position is not None:
             predecessor, tokens = position
             self._positions[block] = predecessor, array("i", tokens)
@@ -135,6 +140,7 @@ class BlockPool:
 
     def clear(self) -> None:
         """Makes all blocks free, without keys."""
+        self.events.removed()
         self._kept.clear()
         self._keys.clear()
         self._blocks.clear()
@@ -145,7 +151,9 @@ class BlockPool:
 
     def _forget(self, block: int) -> None:
         """Removes the key and the position of a block that has a key."""
-        del self._blocks[self._keys.pop(block)]
+        key = self._keys.pop(block)
+        del self._blocks[key]
+        self.events.removed((key,))
         if block in self._positions:
             predecessor, tokens = self._positions.pop(block)
             followers = self._followers[predecessor]

@@ -1,14 +1,13 @@
 """`Prefix`: the cached part of a request, and the blocks that hold it; and counters of prefix reuse."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from jaxkv.serving.pool import BlockPool, count_common
 from jaxkv.serving.request import ABSENT, Request
 from jaxkv.serving.table import TableKind, partial_table
-from jaxkv.serving.tiers import Tiers
 
 OFFLOADED = -2
 """Stands for a block id if the content is not on the device, but in host memory or on disk."""
@@ -34,9 +33,14 @@ class Prefix:
 
     @classmethod
     def of(
-        cls, request: Request, running: Sequence[Request], tables: Sequence[TableKind], pool: BlockPool, tiers: Tiers
+        cls,
+        request: Request,
+        running: Sequence[Request],
+        tables: Sequence[TableKind],
+        pool: BlockPool,
+        tiers: Container[bytes],
     ) -> "Prefix":
-        """Finds full blocks by key.
+        """Finds full blocks by key, on the device and in tiers.
 
         If there is one table whose blocks requests keep, and others are only of states, it also finds the first tokens
         of the next block, a quarter of it or more, in a block of a running request or in one that was released.
@@ -89,7 +93,7 @@ class PrefixCacheStats:
 class _Known:
     """The blocks of a table that hold full blocks of a request."""
 
-    def __init__(self, keys: Sequence[bytes], pool: BlockPool, tiers: Tiers):
+    def __init__(self, keys: Sequence[bytes], pool: BlockPool, tiers: Container[bytes]):
         self._keys, self._pool, self._tiers = keys, pool, tiers
 
     def __len__(self) -> int:

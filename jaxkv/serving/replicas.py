@@ -41,7 +41,7 @@ class Replicas(EngineBase):
 
     Args:
       model: from `jaxkv.models.load`, with `DataParallel` or `DataExpertParallel`.
-      **options: those of `Engine`, except `offload`; `num_blocks` and `max_requests` are per device.
+      **options: those of `Engine`, except `connectors`; `num_blocks` and `max_requests` are per device.
 
     Raises:
       ValueError: the model is not data parallel, or an option is invalid for `Engine`.
@@ -52,8 +52,8 @@ class Replicas(EngineBase):
         if not isinstance(model.parallel, DataParallel):
             found = type(model.parallel).__name__
             raise ValueError(f"`model` has `parallel` {found}: expected DataParallel; for others, use `Engine`")
-        if "offload" in options:
-            raise ValueError("`offload` is given: expected none, because several engines cannot share a pool")
+        if "connectors" in options:
+            raise ValueError("`connectors` are given: expected none, because several engines cannot share them")
         self.engines = [Engine(replica, **options) for replica in _replicas(model)]
         self._lockstep = None
         if isinstance(model.parallel, DataExpertParallel):

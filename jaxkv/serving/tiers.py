@@ -1,94 +1,219 @@
-"""The engine's access to host memory and disk.  Failures there are logged and cost time, but never fail a request."""
+"""The engine's access to connectors.  Failures there are logged and cost time, but never fail a request."""
 
 import logging
-from collections.abc import Collection
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from jaxkv.cache import KVCache
+from jaxkv.dispatch import Implementations
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
-from jaxkv.offload import DamagedBlock, HostPool, LoadFailed
-from jaxkv.offload.host import Load
+from jaxkv.offload.connector import Arrival, Connector, Pull
+from jaxkv.offload.transfers import SKIPPED, check_rows, in_powers_of_two, row_of
+from jaxkv.ops.rows import devices_of, write_rows
 from jaxkv_kernels.addressing import one_array
 
 _log = logging.getLogger("jaxkv")
 
-FAILURES = (OSError, RuntimeError, MemoryError, LookupError, DamagedBlock)
-"""What a failed transfer raises.  JAX's errors are RuntimeErrors."""
+LONGEST_WRITE = 64
+"""The most blocks of a NumPy array that are written to the cache by one program."""
+
+
+@dataclass(eq=False)
+class OpenPull:
+    """A pull that has not been released."""
+
+    connector: Connector
+    pull: Pull
+    missing: set[bytes]
+    """The keys of the blocks that have not arrived."""
+    last_arrival: float = field(default_factory=time.monotonic)
+    """When the last block arrived or, before that, when the pull began; by `time.monotonic`."""
+
+    def poll(self, timeout: float) -> Sequence[Arrival]:
+        """What has arrived since the last call.  Raises an Exception if the pull cannot be completed."""
+        arrivals, now = self.pull.poll(timeout), time.monotonic()
+        if arrivals:
+            self.last_arrival = now
+            self.missing.difference_update(key for keys, _ in arrivals for key in keys)
+        elif now - self.last_arrival > self.connector.pull_timeout:
+            name = type(self.connector).__name__
+            raise TimeoutError(f"nothing has arrived from {name} for {now - self.last_arrival:.1f} s")
+        return arrivals
+
+
+class Load:
+    """Blocks that connectors bring into a cache while others use it.
+
+    Args:
+      contents: ids of distinct blocks of the cache, to be overwritten, by the key of the content to load.
+    """
+
+    def __init__(self, contents: Mapping[bytes, int]):
+        self.contents = dict(contents)
+        self.missing = set(contents)
+        """Keys of the blocks that have not been written to the cache."""
+        self.pulls: list[OpenPull] = []
+        self.has_failed = False
+
+    def cancel(self) -> None:
+        """Ends the load.  What it has not written to the cache by now is never written."""
+        while self.pulls:
+            self.pulls.pop().pull.release()
 
 
 class Tiers:
-    """A host pool, which may have a disk pool, or no pool, in which case nothing is stored or found."""
+    """The connectors of an engine, in the order in which blocks are looked up.
 
-    def __init__(self, pool: HostPool | None):
-        self._pool = pool
+    Args:
+      connectors: the connectors.
+      cache: the engine's cache.
+      layout: its layout, that of the model.
+      implementation: of the operation that writes blocks to the cache.
+
+    Raises:
+      ValueError: a connector cannot exchange blocks with the cache.
+    """
+
+    def __init__(
+        self,
+        connectors: Sequence[Connector],
+        cache: KVCache,
+        layout: CacheLayout | PackedLayout,
+        implementation: Implementations | None,
+    ):
+        self._connectors, self._implementation = tuple(connectors), implementation
         self._lost: set[bytes] = set()
-        """Keys that could not be loaded: treated as absent until they are stored again."""
+        """Keys that could not be loaded: treated as absent until they are offered again."""
         self.failures = 0
-
-    def check(self, cache: KVCache, layout: CacheLayout | PackedLayout) -> None:
-        """ValueError unless the cache, which has `layout`, can exchange blocks with the pool."""
-        if self._pool is None:
-            return
-        if not isinstance(self._pool, HostPool):
-            found = type(self._pool).__name__
-            raise ValueError(f"`offload` is a {found}: expected a HostPool (pass a DiskPool as its `disk`)")
-        if self._pool.layout.fingerprint != layout.fingerprint:
-            raise ValueError(
-                f"`offload` is a pool of other blocks\n{self._pool.layout}\nexpected those of `model.layout` with the "
-                f"engine's `block_size` and `order`\n{layout}"
-            )
-        sharding = one_array(cache.buffer).sharding
-        if len(sharding.device_set) > 1:
-            raise ValueError(f"`offload` supports a cache on one device: this cache is on {sharding}")
+        for n, connector in enumerate(self._connectors):
+            _check(f"connectors[{n}]", connector, cache, layout)
+        self._row = row_of(layout, devices_of(cache))
 
     def warm_up(self, cache: KVCache) -> KVCache:
-        """Compiles the programs of transfers."""
-        return cache if self._pool is None else self._pool.warm_up(cache)
+        """Compiles the programs of connectors."""
+        for connector in self._connectors:
+            cache = connector.warm_up(cache)
+        return cache
 
     def __contains__(self, key: bytes) -> bool:
-        return self._pool is not None and key in self._pool and key not in self._lost
-
-    def store(self, cache: KVCache, contents: dict[bytes, int]) -> None:
-        """Stores blocks of the cache, given by key, in the pool."""
-        if self._pool is None or not contents:
-            return
+        if key in self._lost:
+            return False
         try:
-            self._pool.store(cache, list(contents.values()), list(contents), wait=False)
-            self._lost.difference_update(contents)
-        except FAILURES as error:
-            self._failed("were not stored", len(contents), error)
+            return any(key in connector for connector in self._connectors)
+        except Exception as error:
+            self._failed("were not looked up", 1, error)
+            return False
 
-    def load(self, cache: KVCache, contents: dict[bytes, int]) -> Load:
-        """A load of blocks, given by key, into the cache; to be started."""
-        if self._pool is None:
-            raise ValueError("there is no pool to load from")
-        return Load(self._pool, contents, one_array(cache.buffer).sharding)
-
-    def advance(self, cache: KVCache, loads: Collection[Load], *, timeout: float) -> tuple[KVCache, list[Load]]:
-        """Continues loads, as `Load.advance` does; waits for one of them at most.
-
-        Returns the cache, and the loads that failed.  The contents of their blocks are undefined.
-        """
-        failed = []
-        # Wait for what is on its way to the device rather than for the disk.
-        awaited = max(loads, key=lambda load: load.in_flight > 0) if loads and timeout else None
-        for load in sorted(loads, key=lambda load: load is awaited):
-            others = sum(other.in_flight for other in loads if other is not load)
+    def offer(self, cache: KVCache, contents: Mapping[bytes, int]) -> None:
+        """Offers blocks of the cache, given by key, to the connectors that do not have them."""
+        for connector in self._connectors if contents else ():
             try:
-                cache = load.advance(cache, others=others, timeout=timeout if load is awaited else 0)
-            except LoadFailed as error:
-                self._failed("were not loaded; what cannot be read is computed instead", len(load.contents), error)
-                cache = error.cache
-                if all(key in self for key in load.contents):  # the error does not name the key that failed
-                    self._lost.update(load.contents)
-                failed.append(load)
-        return cache, failed
+                if new := [key for key in contents if key not in connector]:
+                    connector.offer(cache, [contents[key] for key in new], new)
+                self._lost.difference_update(contents)
+            except Exception as error:
+                self._failed("were not stored", len(contents), error)
 
-    def drop_failed_stores(self) -> None:
-        """Waits for the stores in flight; removes from the pool what a failed program has computed."""
-        if self._pool is not None:
-            self._pool.drop_failed_stores()
+    def begin(self, load: Load, cache: KVCache) -> None:
+        """Begins to load blocks into the cache, which `advance` continues."""
+        left = list(load.contents)
+        try:
+            for connector in self._connectors:
+                if keys := [key for key in left if key in connector]:
+                    pull = connector.pull(keys, one_array(cache.buffer).sharding)
+                    load.pulls.append(OpenPull(connector, pull, set(keys)))
+                    left = [key for key in left if key not in keys]
+            if left:
+                raise KeyError(left[0].hex())
+        except Exception as error:
+            self._load_failed(load, error)
+
+    def advance(self, cache: KVCache, loads: Collection[Load], *, timeout: float) -> KVCache:
+        """Writes to the cache what has arrived for loads, and sets `has_failed` of those that failed.
+
+        Args:
+          cache: the cache; it is donated.
+          loads: the loads.
+          timeout: the most seconds to wait for one of them if nothing has arrived.
+
+        Returns:
+          The cache.  The contents of the blocks of loads that failed are undefined.
+        """
+        arrived = {load: self._poll(load, 0) for load in loads}
+        awaited = next((load for load in loads if not load.has_failed), None)
+        if timeout and awaited is not None and not any(arrived.values()):
+            arrived[awaited] = self._poll(awaited, timeout)
+        for load, arrivals in arrived.items():
+            cache = self._write(cache, load, arrivals)
+        return cache
+
+    def _poll(self, load: Load, timeout: float) -> list[Arrival]:
+        """What has arrived for a load.  Releases the pulls that are complete."""
+        arrivals: list[Arrival] = []
+        try:
+            for opened in load.pulls.copy():
+                new = opened.poll(timeout)
+                for keys, rows in new:
+                    check_rows(f"what {type(opened.connector).__name__} has sent", rows, len(keys), self._row)
+                arrivals += new
+                if not opened.missing:
+                    load.pulls.remove(opened)
+                    opened.pull.release()
+        except Exception as error:
+            self._load_failed(load, error)
+        return [] if load.has_failed else arrivals
+
+    def _write(self, cache: KVCache, load: Load, arrivals: Sequence[Arrival]) -> KVCache:
+        """Writes blocks to the cache, which is donated.  Raises only if that has lost the cache."""
+        try:
+            for keys, rows in arrivals:
+                ids = np.asarray([load.contents.get(key, SKIPPED) for key in keys], np.int32)
+                # A program is compiled for each length.  NumPy arrays may have any, and are divided for nothing.
+                divided = in_powers_of_two(len(ids), LONGEST_WRITE)
+                for part in divided if isinstance(rows, np.ndarray) else [slice(None)]:
+                    cache = write_rows(cache, ids[part], rows[part], implementation=self._implementation)
+                load.missing.difference_update(keys)
+        except Exception as error:
+            if one_array(cache.buffer).is_deleted():
+                raise
+            self._load_failed(load, error)
+        return cache
+
+    def drop_failed_offers(self) -> None:
+        """Removes from connectors what a failed program has computed."""
+        for connector in self._connectors:
+            connector.drop_failed_offers()
+
+    def _load_failed(self, load: Load, error: Exception) -> None:
+        load.has_failed = True
+        self._failed("were not loaded; what cannot be read is computed instead", len(load.contents), error)
+        missing = {key for opened in load.pulls for key in opened.missing}
+        if all(key in self for key in missing):  # the error does not say which of them cannot be loaded
+            self._lost.update(missing)
 
     def _failed(self, what: str, count: int, error: Exception) -> None:
         self.failures += 1
-        _log.warning("%d blocks %s: %s", count, what, error)
+        _log.warning("%d blocks %s: %s: %s", count, what, type(error).__name__, error)
+
+
+def _check(name: str, connector: Connector, cache: KVCache, layout: CacheLayout | PackedLayout) -> None:
+    """ValueError unless a cache, which has `layout`, can exchange blocks with a connector."""
+    if not isinstance(connector, Connector):
+        raise ValueError(
+            f"`{name}` is a {type(connector).__name__}: expected a Connector, such as a HostPool (pass a DiskPool as "
+            "its `disk`)"
+        )
+    if connector.layout.fingerprint != layout.fingerprint:
+        raise ValueError(
+            f"`{name}` has other blocks\n{connector.layout}\nexpected those of `model.layout` with the engine's "
+            f"`block_size` and `order`\n{layout}"
+        )
+    if connector.devices != (devices := devices_of(cache)):
+        raise ValueError(
+            f"`{name}` has blocks that are divided over {connector.devices} devices: expected `devices={devices}` (the "
+            "model's `cache_devices`), as those of the cache"
+        )

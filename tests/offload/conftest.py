@@ -3,23 +3,17 @@
 import jax
 import pytest
 
-from jaxkv.offload import host, transfers
+from jaxkv.ops import rows
 from offload.pools import LAYOUT, filled, reopened
 from support.emitters import DEFAULT_EMITTERS
 
-_write_rows = jax.jit(
-    transfers.write_rows.__wrapped__,
-    static_argnames="implementation",
-    donate_argnames="cache",
-    compiler_options=DEFAULT_EMITTERS,
-)
+_write = jax.jit(rows._write.__wrapped__, static_argnums=(3, 4), donate_argnums=0, compiler_options=DEFAULT_EMITTERS)
 
 
 @pytest.fixture(autouse=True)
 def _all_bits_are_kept(monkeypatch):
     """The tests compare blocks of random bytes, signalling NaNs among them."""
-    monkeypatch.setattr(transfers, "write_rows", _write_rows)
-    monkeypatch.setattr(host, "write_rows", _write_rows)
+    monkeypatch.setattr(rows, "_write", _write)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ import jaxkv
 from jaxkv import offload
 from jaxkv.offload import host as host_module
 from jaxkv.offload import transfers
+from jaxkv.ops import rows as rows_module
 from offload.pools import ENTRY, LAYOUT, SIZES, blocks_of, filled, names, reopened
 from support import scenes
 from support.compare import assert_same_bits
@@ -224,11 +225,11 @@ def test_a_load_is_in_place_and_compiles_nothing_twice():
 def test_few_programs_serve_all_numbers_of_blocks(long_chunks):
     cache, _ = filled(LAYOUT)
     pool = offload.HostPool(LAYOUT, 16)
-    before = [program._cache_size() for program in (transfers.read_rows, transfers.write_rows)]
+    before = [program._cache_size() for program in (rows_module._read, rows_module._write)]
     for count in range(1, 17):
         pool.store(cache, range(count), names(count, f"{count} "))
         cache = pool.load(cache, range(count), names(count, f"{count} "))
-    after = [program._cache_size() for program in (transfers.read_rows, transfers.write_rows)]
+    after = [program._cache_size() for program in (rows_module._read, rows_module._write)]
     assert max(np.subtract(after, before)) <= 4  # of 1, 2, 4 and 8 blocks
 
 

@@ -11,10 +11,9 @@ import pytest
 
 import jaxkv
 from jaxkv import models, parallel, serving
-from jaxkv.offload import HostPool
+from jaxkv.offload import DiskPool, HostPool
 from jaxkv.serving.program import run_layers
 from jaxkv.serving.step_inputs import InputBatch
-from support import toy_model
 from support.cases import further
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
@@ -427,8 +426,8 @@ WRONG = {
     "no axis": (lambda: models.TensorParallel(mesh_of(2), "y"), ["`axis`", "'y'", "x"]),
     "an engine of data": (lambda: serving.Engine(load("deepseek_v3", data(2)), num_blocks=4), ["`model`", "Replicas"]),
     "replicas of one pool": (
-        lambda: serving.Replicas(load(SMALL, data(2)), num_blocks=4, offload=object()),
-        ["`offload`", "several engines cannot share a pool"],
+        lambda: serving.Replicas(load(SMALL, data(2)), num_blocks=4, connectors=[object()]),
+        ["`connectors`", "several engines cannot share them"],
     ),
     "replicas of heads": (
         lambda: serving.Replicas(load("deepseek_v3", tensor(4)), num_blocks=4),
@@ -445,10 +444,62 @@ def test_models_that_cannot_be_divided_are_rejected(call, words):
         assert word in str(refusal.value), refusal.value
 
 
-def test_an_engine_on_several_devices_takes_no_host_pool(monkeypatch):
-    model, mesh = toy_model.ToyModel(toy_model.random_params()), mesh_of(2)
-    layout = model.layout(4, 4)
-    cache = parallel.zeros(layout, mesh, "x")
-    monkeypatch.setattr(toy_model.ToyModel, "cache", lambda *_: cache)
-    with pytest.raises(ValueError, match="`offload` supports a cache on one device: this cache is on NamedSharding"):
-        serving.Engine(model, num_blocks=4, block_size=4, offload=HostPool(layout, 4))
+@pytest.mark.parametrize(
+    ("family", "divided"),
+    [
+        ("llama", tensor(2)),  # each device has its heads
+        (SMALL, context(2, 8)),  # and its tokens
+        further("deepseek_v3", tensor(4)),  # each device has whole blocks
+        further("llama", context(4, 2)),
+    ],
+    ids=str,
+)
+def test_blocks_of_several_devices_come_back_from_each_connector(family, divided, tmp_path):
+    model, one = load(family, divided), load(family).layout(1, BLOCK)
+    layout, devices = model.layout(1, BLOCK), model.cache_devices
+
+    def pools():
+        disk = DiskPool(tmp_path, layout, model=models.fingerprint(model), devices=devices)
+        return HostPool(layout, 32, disk=disk, devices=devices)
+
+    def served(*connectors):
+        sizes = {"num_blocks": 32, "block_size": BLOCK, "max_requests": 2, "chunk": 64}
+        return serving.Engine(model, **sizes, connectors=connectors)
+
+    def found(engine):
+        (prompt, right), before = recorded(family)[-1], engine.prefix_stats.found
+        request = engine.submit(prompt, max_tokens=8, stop=())
+        list(engine.run())
+        assert request.generated == right[:8]
+        assert engine.pool.num_free == 32
+        return engine.prefix_stats.found - before
+
+    host = pools()
+    assert host.block_nbytes == one.block_nbytes  # each device stores its part, and whole blocks are stored once
+    first = served(host)
+    assert found(first) == 0
+    exported = first.export(recorded(family)[-1][0])
+    second = served(host)
+    assert found(second) == second.prefix_stats.loaded == 192
+    host.flush()
+    host = pools()
+    third = served(host)
+    assert found(third) == third.prefix_stats.loaded == 192
+    assert host.stats.read == 12
+    fourth = served()
+    assert fourth.adopt(replace(exported, rows=np.asarray(exported.rows))) == 200
+    assert found(fourth) == 199
+
+
+def test_connectors_of_another_number_of_devices_are_rejected(tmp_path):
+    model = load("llama", tensor(2))
+    layout = model.layout(4, BLOCK)
+    with pytest.raises(ValueError, match=r"`connectors\[0\]` has blocks .* over 1 devices: expected `devices=2`"):
+        serving.Engine(model, num_blocks=4, block_size=BLOCK, connectors=[HostPool(layout, 4)])
+    with pytest.raises(ValueError, match="`disk` holds blocks that are divided over 1 devices: expected 2, `devices`"):
+        HostPool(layout, 4, disk=DiskPool(tmp_path, layout, model="llama"), devices=2)
+    with pytest.raises(ValueError, match="those of the pool over 1: expected a pool with `devices=2`"):
+        HostPool(layout, 4).store(model.cache(4, BLOCK), [0], [b"key"])
+    shares = load(SMALL, context(2, 8)).layout(4, BLOCK)
+    with pytest.raises(ValueError, match="`devices` is 3: expected 2, because a block has the shares of all devices"):
+        HostPool(shares, 4, devices=3)

@@ -300,7 +300,7 @@ def test_drafts_do_not_depend_on_where_blocks_end():
 def test_reused_entries_of_the_mtp_layer_give_the_same_drafts():
     """Of a model whose drafts depend on all tokens: computed, found in blocks, copied, and loaded."""
     model = toy()
-    engine = drafting(model, offload=HostPool(model.layout(1, BLOCK), 32))
+    engine = drafting(model, connectors=[HostPool(model.layout(1, BLOCK), 32)])
     computed, in_blocks = drafts_of(engine), drafts_of(engine)
     submit(engine, LONG)
     for _ in range(3):
@@ -359,7 +359,7 @@ def test_requests_are_cancelled_while_they_wait_and_run():
 
 def test_evicted_blocks_are_loaded_from_host_memory():
     model = predictable()
-    engine = drafting(offload=HostPool(model.layout(1, BLOCK), 32))
+    engine = drafting(connectors=[HostPool(model.layout(1, BLOCK), 32)])
     first = submit(engine, LONG)
     list(engine.run())
     others = [submit(engine, LONG[n:]) for n in range(1, 5)]
@@ -375,7 +375,7 @@ def test_evicted_blocks_are_loaded_from_host_memory():
 def test_any_interleaving_gives_the_tokens_of_requests_alone(seed, drafts):
     """Random submissions of prompts that share beginnings, priorities, cancellations and steps, on few blocks."""
     rng = np.random.default_rng(seed)
-    engine = drafting(drafts=drafts, offload=HostPool(predictable().layout(1, BLOCK), 16))
+    engine = drafting(drafts=drafts, connectors=[HostPool(predictable().layout(1, BLOCK), 16)])
     count, requests = preemptions(engine), []
     for _ in range(300):
         if len(engine.waiting) < 3 and rng.random() < 0.3:

@@ -19,7 +19,7 @@ LONG = prompt(41)
 def disk(tmp_path):
     """A disk that has the blocks of `LONG`."""
     host = host_pool(disk=disk_pool(tmp_path))
-    serve(engine(offload=host), LONG, count=1)
+    serve(engine(connectors=[host]), LONG, count=1)
     host.flush()
     return host.disk
 
@@ -49,7 +49,7 @@ def finish(served, *requests):
 
 def test_others_decode_and_join_while_blocks_are_read_from_disk(disk, stalled):
     host = host_pool(disk=disk)
-    served = engine(num_blocks=32, offload=host)
+    served = engine(num_blocks=32, connectors=[host])
     first = served.submit(prompt(5), max_tokens=30)
     while not first.generated:
         served.step()
@@ -68,7 +68,7 @@ def test_others_decode_and_join_while_blocks_are_read_from_disk(disk, stalled):
 
 
 def test_a_step_with_nothing_else_to_do_waits_for_the_disk_but_not_for_long(disk, stalled):
-    served = engine(offload=host_pool(disk=disk))
+    served = engine(connectors=[host_pool(disk=disk)])
     request = served.submit(LONG, max_tokens=3)
     assert served.step() == served.step() == []
     later = served.submit(prompt(6), max_tokens=3)
@@ -81,7 +81,7 @@ def test_a_step_with_nothing_else_to_do_waits_for_the_disk_but_not_for_long(disk
 
 def test_a_request_waits_for_blocks_that_another_loads(disk, stalled):
     host = host_pool(disk=disk)
-    served = engine(num_blocks=32, offload=host)
+    served = engine(num_blocks=32, connectors=[host])
     requests = [served.submit(LONG[:length], max_tokens=3) for length in (41, 29)]
     served.step()
     assert served.running == requests[:1]
@@ -94,7 +94,7 @@ def test_a_request_waits_for_blocks_that_another_loads(disk, stalled):
 @pytest.mark.parametrize("end", ["cancelled", "preempted", "restored", "released"])
 def test_a_load_ends_with_its_request(end, disk, stalled):
     host = host_pool(disk=disk)
-    served = engine(num_blocks=14, offload=host)
+    served = engine(num_blocks=14, connectors=[host])
     request = served.submit(LONG, max_tokens=3)
     served.step()
     assert served.block_manager.loads
@@ -122,8 +122,8 @@ def test_a_load_ends_with_its_request(end, disk, stalled):
 def test_few_blocks_are_on_their_way_at_a_time():
     """Less than twice the greatest length of a chunk, which is two blocks of this pool."""
     host = host_pool(num_blocks=16)
-    serve(engine(offload=host), LONG, count=1)
-    served = engine(num_blocks=32, offload=host)
+    serve(engine(connectors=[host]), LONG, count=1)
+    served = engine(num_blocks=32, connectors=[host])
     first = served.submit(prompt(5), max_tokens=40)
     while not first.generated:
         served.step()
@@ -146,7 +146,7 @@ def test_stores_do_not_wait_for_the_disk(monkeypatch, tmp_path):
 
     monkeypatch.setattr(DiskPool, "store", waiting)
     host = host_pool(num_blocks=8, disk=disk_pool(tmp_path))
-    served = engine(num_blocks=32, offload=host)
+    served = engine(num_blocks=32, connectors=[host])
     requests = [served.submit(prompt(20, seed), max_tokens=9) for seed in range(3)]
     finish(served, *requests)
     assert len(host) == 8
@@ -167,7 +167,7 @@ def test_many_stores_of_few_blocks_do_not_wait_for_each_other(monkeypatch):
         waited.append(len(host._arriving))
         return block(rows)
 
-    served = engine(num_blocks=64, max_len=48, offload=host)
+    served = engine(num_blocks=64, max_len=48, connectors=[host])
     monkeypatch.setattr("jax.block_until_ready", counting)
     requests = [served.submit(prompt(24, seed), max_tokens=20) for seed in range(3)]
     finish(served, *requests)

@@ -105,8 +105,8 @@ def test_evicted_blocks_are_not_found():
 
 def test_blocks_that_were_loaded_are_found_by_their_first_tokens():
     host = host_pool()
-    serve(engine(offload=host), LONG, count=1)
-    served = engine(offload=host)
+    serve(engine(connectors=[host]), LONG, count=1)
+    served = engine(connectors=[host])
     assert serve(served, branch(14)) == 12  # host memory has whole blocks
     serve(served, LONG, count=1)
     assert served.prefix_stats.loaded == 16
@@ -157,18 +157,18 @@ class TestSalts:
     def test_only_requests_of_the_same_salt_share_blocks(self, tmp_path):
         salts = (None, "tenant", ("tenant", "adapter"), ("tenantadapter",), b"\xff")
         host = host_pool(disk=disk_pool(tmp_path))
-        served = engine(num_blocks=64, offload=host)
+        served = engine(num_blocks=64, connectors=[host])
         for salt in salts:
             assert self.serve(served, salt) == 0
         for salt in salts:
             assert self.serve(served, salt) == 15
             assert self.serve(served, salt, LONG[:3] + OTHER) == 3
         assert served.prefix_stats.loaded == 0
-        other = engine(offload=host)
+        other = engine(connectors=[host])
         assert [self.serve(other, salt) for salt in ("tenant", "another", ("tenant",))] == [15, 0, 15]
         assert other.prefix_stats.loaded == 16
         host.flush()
-        later = engine(offload=host_pool(disk=disk_pool(tmp_path)))
+        later = engine(connectors=[host_pool(disk=disk_pool(tmp_path))])
         assert [self.serve(later, salt) for salt in ("adapter", b"tenant")] == [0, 15]
         assert later.prefix_stats.loaded == 16
 

@@ -9,7 +9,7 @@ import pytest
 
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import HostPool, transfers
-from jaxkv.offload import host as host_module
+from jaxkv.serving import tiers
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.pool import BlockPool
 from serving.toy_engines import (
@@ -96,9 +96,9 @@ def test_the_longest_unused_goes_first_and_of_it_the_end():
 @pytest.mark.parametrize("order", ["BLNHC", "LBNHC"])
 def test_another_engine_finds_a_prefix_on_the_host(order, calls):
     host = host_pool(order=order)
-    assert serve(engine(order=order, offload=host), prompt(22)) == 0
+    assert serve(engine(order=order, connectors=[host]), prompt(22)) == 0
     calls.clear()
-    other = engine(order=order, offload=host)
+    other = engine(order=order, connectors=[host])
     assert serve(other, prompt(22)) == 20
     assert calls["chunks"] == 1
     assert other.prefix_stats.loaded == 20
@@ -110,7 +110,7 @@ def test_another_engine_finds_a_prefix_on_the_host(order, calls):
 
 def test_what_left_the_device_is_on_the_host():
     host = host_pool()
-    served = engine(num_blocks=6, offload=host)
+    served = engine(num_blocks=6, connectors=[host])
     for _ in range(2):
         for seed in range(3):
             serve(served, prompt(17, seed), count=3)
@@ -120,7 +120,7 @@ def test_what_left_the_device_is_on_the_host():
 
 def test_a_prefix_is_put_together_from_device_and_host():
     host = host_pool()
-    served = engine(num_blocks=8, offload=host)
+    served = engine(num_blocks=8, connectors=[host])
     serve(served, prompt(24), count=1)
     serve(served, prompt(12, seed=1), count=1)
     # The last block went.
@@ -130,11 +130,11 @@ def test_a_prefix_is_put_together_from_device_and_host():
 
 def test_a_later_engine_finds_a_prefix_on_disk(tmp_path, calls):
     host = host_pool(disk=disk_pool(tmp_path))
-    serve(engine(offload=host), prompt(22))
+    serve(engine(connectors=[host]), prompt(22))
     host.flush()
     calls.clear()
     host = host_pool(num_blocks=2, disk=disk_pool(tmp_path))
-    other = engine(offload=host)
+    other = engine(connectors=[host])
     assert serve(other, prompt(22)) == 20
     assert calls["chunks"] == 1
     assert host.stats.read == 5
@@ -143,7 +143,7 @@ def test_a_later_engine_finds_a_prefix_on_disk(tmp_path, calls):
 def test_a_damaged_file_costs_the_blocks_from_there_on(tmp_path):
     disk = disk_pool(tmp_path)
     host = host_pool(disk=disk)
-    served = engine(offload=host)
+    served = engine(connectors=[host])
     serve(served, prompt(22))
     host.flush()
     keys = [key for key in map(served.pool._keys.get, range(16)) if key]
@@ -152,13 +152,13 @@ def test_a_damaged_file_costs_the_blocks_from_there_on(tmp_path):
     contents[-1] ^= 1
     file.write_bytes(contents)
     host = host_pool(disk=disk_pool(tmp_path))
-    other = engine(offload=host)
+    other = engine(connectors=[host])
     assert serve(other, prompt(22)) == 2 * BLOCK
     assert (other.tiers.failures, host.stats.damaged) == (1, 1)
     assert file.with_suffix(".damaged").read_bytes() == contents
     # It was computed, and written again.
     host.flush()
-    assert serve(engine(offload=host_pool(disk=disk_pool(tmp_path))), prompt(22)) == 5 * BLOCK
+    assert serve(engine(connectors=[host_pool(disk=disk_pool(tmp_path))]), prompt(22)) == 5 * BLOCK
 
 
 @pytest.mark.ci
@@ -172,7 +172,7 @@ def test_files_that_were_forged_change_no_token(secret, tmp_path):
         return host_pool(num_blocks=num_blocks, disk=disk_pool(tmp_path, secret=secret))
 
     writer = host(num_blocks=40)  # the engine stores no blocks while the pool is full of those that the disk lacks
-    first = engine(offload=writer)
+    first = engine(connectors=[writer])
     for tokens in prompts:
         assert serve(first, tokens) == 0
     writer.flush()
@@ -186,7 +186,7 @@ def test_files_that_were_forged_change_no_token(secret, tmp_path):
         # Each load stops at one file: until all were met, there are more.
         for _ in range(6):
             reader = host()
-            served = engine(offload=reader)
+            served = engine(connectors=[reader])
             for tokens in prompts:
                 found += serve(served, tokens)
             damaged += reader.stats.damaged
@@ -200,19 +200,19 @@ def test_a_store_that_fails_is_missed_and_comes_later(monkeypatch):
     host = host_pool()
     with monkeypatch.context() as broken:
         broken.setattr(transfers, "to_host", fail)
-        served = engine(offload=host)
+        served = engine(connectors=[host])
         serve(served, prompt(22))
         assert served.tiers.failures > 0
     assert len(host) == 0
-    serve(engine(offload=host), prompt(22))
-    assert serve(engine(offload=host), prompt(22)) == 20
+    serve(engine(connectors=[host]), prompt(22))
+    assert serve(engine(connectors=[host]), prompt(22)) == 20
 
 
-@pytest.mark.parametrize(("module", "transfer"), [(transfers, "to_device"), (host_module, "write_rows")])
+@pytest.mark.parametrize(("module", "transfer"), [(transfers, "to_device"), (tiers, "write_rows")])
 def test_a_load_that_fails_is_computed_and_stored_again(module, transfer, monkeypatch):
     host = host_pool()
-    serve(engine(offload=host), prompt(22))
-    other = engine(offload=host)
+    serve(engine(connectors=[host]), prompt(22))
+    other = engine(connectors=[host])
     with monkeypatch.context() as broken:
         broken.setattr(module, transfer, fail)
         assert serve(other, prompt(22)) == 0
@@ -224,22 +224,22 @@ def test_a_load_that_fails_is_computed_and_stored_again(module, transfer, monkey
 
 def test_a_load_that_stops_half_way_leaves_nothing_half_visible(monkeypatch):
     host = host_pool()
-    serve(engine(offload=host), prompt(22))
-    write, left = host_module.write_rows, [1]
+    serve(engine(connectors=[host]), prompt(22))
+    write, left = tiers.write_rows, [1]
 
     def once(*args, **kwargs):
         return write(*args, **kwargs) if left and left.pop() else fail()
 
-    other = engine(offload=host)
+    other = engine(connectors=[host])
     with monkeypatch.context() as broken:
-        broken.setattr(host_module, "write_rows", once)
+        broken.setattr(tiers, "write_rows", once)
         assert serve(other, prompt(22)) == 0
     assert not left
     assert serve(other, prompt(22)) == 21
 
 
 def test_who_was_sent_back_finds_what_it_had():
-    served = engine(num_blocks=8, offload=host_pool(), max_requests=2)
+    served = engine(num_blocks=8, connectors=[host_pool()], max_requests=2)
     requests = [served.submit(prompt(9, seed=n), max_tokens=16) for n in range(2)]
     for _ in served.run():
         pass
@@ -254,7 +254,9 @@ def test_nan_is_not_passed_on():
     poisoned = {**PARAMS, "embedding": PARAMS["embedding"].copy()}
     poisoned["embedding"][5] = np.nan
     host = HostPool(MODEL.layout(1, BLOCK), 8)
-    served = Engine(toy_model.ToyModel(poisoned), num_blocks=8, block_size=BLOCK, max_len=32, chunk=4, offload=host)
+    served = Engine(
+        toy_model.ToyModel(poisoned), num_blocks=8, block_size=BLOCK, max_len=32, chunk=4, connectors=[host]
+    )
     request = served.submit((1, 2, 3, 4, 5, 6, 7, 8, 9), max_tokens=2)
     for _ in served.run():
         pass
@@ -271,7 +273,7 @@ def compiled():
 
 def test_after_the_warm_up_nothing_is_compiled(compiled, monkeypatch):
     monkeypatch.setattr(toy_model, "ROOM", 65)  # no other test has compiled for this size
-    served = engine(num_blocks=15, max_requests=2, max_num_batched_tokens=16, offload=host_pool())
+    served = engine(num_blocks=15, max_requests=2, max_num_batched_tokens=16, connectors=[host_pool()])
     served.warm_up(wait=False)
     serve(served, prompt(9, 2))  # while others are compiled
     join_compilers()
@@ -286,9 +288,9 @@ def test_after_the_warm_up_nothing_is_compiled(compiled, monkeypatch):
 
 def test_models_of_one_layout_do_not_find_each_others_blocks():
     host = host_pool()
-    serve(engine(offload=host), prompt(22))
+    serve(engine(connectors=[host]), prompt(22))
     other = toy_model.ToyModel(toy_model.random_params(seed=1))
-    served = Engine(other, num_blocks=16, block_size=BLOCK, max_requests=3, chunk=7, max_len=48, offload=host)
+    served = Engine(other, num_blocks=16, block_size=BLOCK, max_requests=3, chunk=7, max_len=48, connectors=[host])
     served.submit(prompt(22), max_tokens=1)
     for _ in served.run():
         pass
@@ -297,8 +299,8 @@ def test_models_of_one_layout_do_not_find_each_others_blocks():
 
 
 def test_blocks_of_another_layout_are_rejected():
-    with pytest.raises(ValueError, match="`offload` is a pool of other blocks\n"):
-        engine(offload=host_pool(order="LBNHC"), order="BHLNC", block_size=8)
+    with pytest.raises(ValueError, match=r"`connectors\[0\]` has other blocks\n"):
+        engine(connectors=[host_pool(order="LBNHC")], order="BHLNC", block_size=8)
 
 
 def test_the_pool_finds_what_was_named_until_its_room_is_needed():
@@ -364,8 +366,8 @@ def test_who_must_copy_a_shared_block_waits_for_room():
 
 def test_an_interrupted_load_gives_its_blocks_back(monkeypatch):
     host = host_pool()
-    serve(engine(offload=host), range(20))
-    served = engine(offload=host)
+    serve(engine(connectors=[host]), range(20))
+    served = engine(connectors=[host])
 
     def interrupted(*args):
         raise KeyboardInterrupt
@@ -384,5 +386,5 @@ def test_an_interrupted_load_gives_its_blocks_back(monkeypatch):
 
 
 def test_anything_but_a_host_pool_is_rejected(tmp_path):
-    with pytest.raises(ValueError, match="`offload` is a DiskPool: expected a HostPool"):
-        engine(offload=disk_pool(tmp_path))
+    with pytest.raises(ValueError, match=r"`connectors\[0\]` is a DiskPool: expected a Connector"):
+        engine(connectors=[disk_pool(tmp_path)])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from jaxkv.models import Sampling
 from jaxkv.offload import DiskPool, transfers
-from jaxkv.offload import host as host_module
+from jaxkv.serving import tiers
 from jaxkv.serving.drafts import NGram, verify_drafts
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import ABSENT
@@ -74,13 +74,13 @@ class Walk:
         self.rng, self.seen, host = rng, Counter(), None
         if rng.random() < 0.6:
             host = host_pool(num_blocks=8, disk=disk_pool(folder) if rng.random() < 0.5 else None)
-            for place, name in ((transfers, "to_host"), (transfers, "to_device"), (host_module, "write_rows")):
+            for place, name in ((transfers, "to_host"), (transfers, "to_device"), (tiers, "write_rows")):
                 patch.setattr(place, name, self.flaky(getattr(place, name)))
             patch.setattr(DiskPool, "load", self.flaky(DiskPool.load))
         self.host = host
         self.served = made(
             num_blocks=int(rng.integers(12, 18)),
-            offload=host,
+            connectors=() if host is None else [host],
             drafts=[None, NGram(2, 3, 1), Guesses(rng)][rng.integers(3)],
             max_time_between_tokens=[None, 1e-9][rng.integers(2)],
         )

@@ -14,10 +14,10 @@ from support.recorded import model, recorded
 BLOCK = 16
 
 
-def engine(family, offload=None, num_blocks=40, chunk=64, block_size=BLOCK, order="BLNHC"):
+def engine(family, connectors=(), num_blocks=40, chunk=64, block_size=BLOCK, order="BLNHC"):
     return serving.Engine(
         model(family), num_blocks=num_blocks, block_size=block_size, max_requests=3, chunk=chunk,
-        max_num_batched_tokens=3 + 2 * chunk, order=order, offload=offload,
+        max_num_batched_tokens=3 + 2 * chunk, order=order, connectors=connectors,
     )  # fmt: skip
 
 

@@ -240,19 +240,19 @@ class TestTiers:
             return HostPool(model(layers).layout(1, BLOCK), num_blocks, disk=disk)
 
         first = host()
-        assert serve(engine(layers, offload=first), prompt(30), layers=layers) == 0
-        other = engine(layers, offload=first)
+        assert serve(engine(layers, connectors=[first]), prompt(30), layers=layers) == 0
+        other = engine(layers, connectors=[first])
         assert serve(other, prompt(30), layers=layers) == 24
         assert other.prefix_stats.loaded == 24
         first.flush()
         later = host(num_blocks=4)
-        assert serve(engine(layers, offload=later), prompt(30), layers=layers) == 24
+        assert serve(engine(layers, connectors=[later]), prompt(30), layers=layers) == 24
         assert later.stats.read >= 3
 
     def test_they_get_what_is_needed_where_blocks_end_that_requests_keep(self):
         """After 32 tokens, a window needs those from 23 on, and one token before if the last is computed again."""
         pool = HostPool(model().layout(1, 32), 64)
-        served = engine(block_size=32, chunk=4, offload=pool)
+        served = engine(block_size=32, chunk=4, connectors=[pool])
         assert serve(served, prompt(41)) == 0
         tokens, sizes = (*prompt(41), *right(prompt(41), 6)), {"": 32, "window": 4, "state": 4}
         keys = {name: served.block_manager._keys(tokens, block_size=size, table=name) for name, size in sizes.items()}
@@ -260,7 +260,7 @@ class TestTiers:
         kept = {name: [n for n, key in enumerate(found) if key in pool] for name, found in keys.items()}
         assert kept == {"": [0], "window": [5, 6, 7], "state": [7]}
         assert len(pool) == 5
-        other = engine(block_size=32, chunk=4, offload=pool)
+        other = engine(block_size=32, chunk=4, connectors=[pool])
         assert serve(other, prompt(41)) == 32
         assert other.prefix_stats.loaded == 32
 
@@ -270,7 +270,7 @@ class TestTiers:
             return HostPool(model().layout(1, BLOCK), 64, disk=disk), disk
 
         pool, disk = host()
-        served = engine(offload=pool)
+        served = engine(connectors=[pool])
         serve(served, prompt(30))
         pool.flush()
         file = disk.file(served.block_manager._keys(prompt(30), block_size=4, table="state")[5])
@@ -278,13 +278,13 @@ class TestTiers:
         contents[-1] ^= 1
         file.write_bytes(contents)
         pool, _ = host()
-        served = engine(offload=pool)
+        served = engine(connectors=[pool])
         assert serve(served, prompt(30)) == 16
         assert (served.tiers.failures, pool.stats.damaged) == (1, 1)
 
     def test_a_pool_of_other_tables_is_rejected(self):
-        with pytest.raises(ValueError, match="`offload` is a pool of other blocks\n"):
-            engine(offload=HostPool(model(window_block=2).layout(1, BLOCK), 8))
+        with pytest.raises(ValueError, match=r"`connectors\[0\]` has other blocks\n"):
+            engine(connectors=[HostPool(model(window_block=2).layout(1, BLOCK), 8)])
 
 
 @pytest.mark.parametrize("num_blocks", [17, 21, 26])
@@ -304,7 +304,7 @@ def test_out_of_blocks_requests_are_preempted_and_recomputed(num_blocks, monkeyp
 def test_random_walks_give_the_tokens_of_an_engine_without_reuse(layers, seed):
     rng = np.random.default_rng(seed)
     host = HostPool(model(layers).layout(1, BLOCK), 24)
-    served = engine(layers, num_blocks=24, offload=host)
+    served = engine(layers, num_blocks=24, connectors=[host])
     requests = []
     for _ in range(150):
         if len(served.waiting) < 4 and rng.random() < 0.3:
@@ -346,7 +346,7 @@ def test_sampled_tokens_do_not_depend_on_the_batch():
 
 def test_after_the_warm_up_nothing_is_compiled():
     served = engine(
-        num_blocks=39, max_requests=1, max_num_batched_tokens=9, offload=HostPool(model().layout(1, BLOCK), 64)
+        num_blocks=39, max_requests=1, max_num_batched_tokens=9, connectors=[HostPool(model().layout(1, BLOCK), 64)]
     )
     served.warm_up()
     with names_of(COMPILED) as names:

@@ -131,7 +131,7 @@ def test_out_of_blocks_requests_are_preempted_and_recomputed(num_free, monkeypat
 @in_kinds(slow)
 def test_prefixes_on_the_device_and_in_host_memory(kinds):
     host = HostPool(model(kinds).layout(1, BLOCK), 64)
-    first, second = engine(kinds, offload=host), engine(kinds, offload=host)
+    first, second = engine(kinds, connectors=[host]), engine(kinds, connectors=[host])
     tokens = prompt(40)
     for served, loads in ((first, False), (second, True)):
         for given, found in ((tokens, 39 if loads else 0), ((*tokens[:26], 1, 2, 3), 24), (tokens[:24], 23)):
@@ -160,7 +160,7 @@ def test_devices_that_divide_heads_or_requests():
 
 def random_walk(kinds, seed, steps):
     rng = np.random.default_rng(seed)
-    served = engine(kinds, 22, offload=HostPool(model(kinds).layout(1, BLOCK), 24))
+    served = engine(kinds, 22, connectors=[HostPool(model(kinds).layout(1, BLOCK), 24)])
     requests = []
     for _ in range(steps):
         if len(served.waiting) < 4 and rng.random() < 0.3:

@@ -171,7 +171,7 @@ class Toy(Served):
         super().__init__()
 
     def another(self):
-        return Engine(self.model, block_size=self.block_size, offload=self.host, **self.sizes._asdict())
+        return Engine(self.model, block_size=self.block_size, connectors=[self.host], **self.sizes._asdict())
 
     def begin(self):
         for _ in range(4):

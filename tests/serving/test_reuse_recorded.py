@@ -25,10 +25,10 @@ def serve(family, engine):
     return engine.prefix_stats.found - before
 
 
-def engine(family, offload=None, order="BLNHC"):
+def engine(family, connectors=(), order="BLNHC"):
     return serving.Engine(
         model(family), num_blocks=20, block_size=BLOCK, max_requests=2, chunk=64, max_num_batched_tokens=130,
-        order=order, offload=offload,
+        order=order, connectors=connectors,
     )  # fmt: skip
 
 
@@ -55,16 +55,16 @@ def disk_pool(family, folder, order="BLNHC"):
 )
 def test_cold_and_from_each_tier_the_tokens_are_the_same(family, order, tmp_path):
     host = host_pool(family, disk_pool(family, tmp_path, order), order)
-    first = engine(family, host, order)
+    first = engine(family, [host], order)
     assert serve(family, first) == 0
     assert serve(family, first) == 199  # the last block, which generated tokens filled, begins with the last 8
     assert first.prefix_stats.loaded == 0
-    second = engine(family, host, order)
+    second = engine(family, [host], order)
     assert serve(family, second) == second.prefix_stats.loaded == 192
     assert host.stats.read == 0
     host.flush()
     host = host_pool(family, disk_pool(family, tmp_path, order), order)
-    third = engine(family, host, order)
+    third = engine(family, [host], order)
     assert serve(family, third) == third.prefix_stats.loaded == 192
     assert host.stats.read == 12
 
@@ -74,7 +74,7 @@ import sys
 sys.path.insert(0, {tests!r})
 import serving.test_reuse_recorded as here
 host = here.host_pool({family!r}, here.disk_pool({family!r}, {folder!r}))
-assert here.serve({family!r}, here.engine({family!r}, host)) == 0
+assert here.serve({family!r}, here.engine({family!r}, [host])) == 0
 host.flush()
 """
 
@@ -85,7 +85,7 @@ def test_a_prefix_outlives_its_process_on_disk(tmp_path):
     code = IN_A_PROCESS.format(tests=str(Path(__file__).parents[1]), folder=str(tmp_path), family=family)
     subprocess.run([sys.executable, "-c", code], check=True)
     host = host_pool(family, disk_pool(family, tmp_path))
-    assert serve(family, engine(family, host)) == 192
+    assert serve(family, engine(family, [host])) == 192
     assert host.stats.read == 12
-    assert serve(family, engine(family, host)) == 192
+    assert serve(family, engine(family, [host])) == 192
     assert host.stats.read == 12

@@ -10,10 +10,10 @@ from jaxkv.offload import DiskPool, HostPool
 from support.recorded import model, recorded
 
 
-def engine(family, block_size, offload=None, num_blocks=400):
+def engine(family, block_size, connectors=(), num_blocks=400):
     return serving.Engine(
         model(family), num_blocks=num_blocks, block_size=block_size, max_requests=3, max_len=288, chunk=48,
-        max_num_batched_tokens=99, offload=offload,
+        max_num_batched_tokens=99, connectors=connectors,
     )  # fmt: skip
 
 
@@ -37,17 +37,17 @@ def test_cold_and_from_each_tier_the_tokens_are_the_same(family, block_size, tmp
         return HostPool(layout, 800, disk=DiskPool(tmp_path, layout, model=models.fingerprint(model(family))))
 
     host = pools()
-    first = engine(family, block_size, host)
+    first = engine(family, block_size, [host])
     assert serve(first, family, 4, 2, 1) == 0
     assert serve(first, family, 4, count=8) == 192  # whole blocks, and of other tables those of the last window
     assert first.prefix_stats.loaded == 0
-    second = engine(family, block_size, host)
+    second = engine(family, block_size, [host])
     assert serve(second, family, 4, count=8) == 192
     assert second.prefix_stats.loaded > 0
     assert host.stats.read == 0
     host.flush()
     host = pools()
-    third = engine(family, block_size, host)
+    third = engine(family, block_size, [host])
     assert serve(third, family, 4, count=8) == 192
     assert host.stats.read > 0
     assert third.pool.num_free == 400

@@ -57,6 +57,10 @@ class Parallel(ABC):
         """How many of the model's `heads` one device has."""
         return heads
 
+    def cache_devices(self, layout: CacheLayout) -> int:
+        """Over how many devices a cache is divided, of which each has a part with this layout."""
+        return 1
+
     @property
     def block_unit(self) -> int:
         """The size of blocks must be a multiple of this number of tokens."""
@@ -215,6 +219,10 @@ class OnMesh(Parallel):
     def divides_cache(self, layout: CacheLayout) -> bool:
         """Whether each device has its own cache of that layout.  Otherwise, one cache is replicated."""
         return True
+
+    @override
+    def cache_devices(self, layout):
+        return self.num_devices if self.divides_cache(layout) else 1
 
     @override
     def sharding(self, path, ndim):

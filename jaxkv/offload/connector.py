@@ -1,0 +1,107 @@
+"""`Connector`: where an engine finds blocks that its cache does not have, and offers its own."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from jaxkv.cache import KVCache
+from jaxkv.offload.transfers import HostArray, Layout
+
+
+class Arrival(NamedTuple):
+    """Blocks that a pull has brought."""
+
+    keys: Sequence[bytes]
+    """The keys of n blocks.  Those that were not pulled are ignored."""
+    rows: HostArray
+    """[n, E] of the layout's dtype, as `jaxkv.read_blocks` returns them: a NumPy array, or a JAX array that is ready.
+    """
+
+
+class Pull(ABC):
+    """Blocks on their way to an engine, from `Connector.pull`.  Its methods are called by the engine's thread."""
+
+    @abstractmethod
+    def poll(self, timeout: float) -> Sequence[Arrival]:
+        """The blocks that have arrived since the last call, in any order and number.
+
+        Args:
+          timeout: the most seconds to wait if nothing has arrived.  It is 0 if the engine has other work.
+
+        Raises:
+          Exception: of any kind, if the pull cannot be completed.  The engine logs it in one line, releases the pull,
+            and computes the blocks.
+        """
+
+    @abstractmethod
+    def release(self) -> None:
+        """Ends the pull: what has not arrived by now is not needed.
+
+        The engine calls this once, when all blocks have arrived, when the pull has failed or nothing has arrived for
+        `Connector.pull_timeout` seconds, or when the request has been cancelled.  It must not raise an exception.
+        """
+
+
+class Connector(ABC):
+    """Blocks outside the cache of an engine: in host memory, on disk, in another process or on another machine.
+
+    Blocks are identified by keys (`jaxkv.offload.prefix_keys`), which depend on the model, the layout, the salt and all
+    tokens up to the end of the block.  Equal keys therefore mean equal contents, and a connector need not know what
+    blocks contain.  A block is moved as a whole, with all its layers and groups, as a row of `jaxkv.read_blocks`.
+
+    An engine with `connectors=[connector]` asks `in` for the blocks of every request that joins, offers every block
+    that it fills, and pulls the blocks that its cache lacks while other requests run.  It calls all methods from the
+    thread that steps it, so they must not wait for a disk or another machine: threads of the connector do that.  If a
+    method raises an Exception, the engine logs it in one line and goes on without the blocks.  Requests never fail for
+    it.
+
+    To write one, derive from this class, set `layout`, and implement `__contains__`, `offer` and `pull`.
+
+    Attributes:
+      layout: the layout of the blocks, as `model.layout` returns it, with any number of blocks.  Engines whose blocks
+        are others reject the connector.
+      devices: over how many devices the blocks are divided.  A row has their parts, one after the other.
+      pull_timeout: after so many seconds without an arrival, the engine releases a pull and computes the blocks.
+    """
+
+    layout: Layout
+    devices: int = 1
+    pull_timeout: float = 60.0
+
+    @abstractmethod
+    def __contains__(self, key: bytes) -> bool:
+        """Whether a pull of this block is likely to succeed.  Called often: for each block of a request that joins."""
+
+    @abstractmethod
+    def offer(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """Takes over the contents of blocks, if the connector wants them.
+
+        The engine overwrites the blocks later.  `jaxkv.read_blocks(cache, blocks)` copies them on the device, and
+        programs that are launched afterwards do not change the copy, so that it may be read at any time.
+
+        Args:
+          cache: the cache.  It must not be kept, because the next step donates it.
+          blocks: ids [n] of blocks of the cache.
+          keys: their keys [n], none of which is in this connector.  Those of one prompt are in its order.
+        """
+
+    @abstractmethod
+    def pull(self, keys: Sequence[bytes], sharding: jax.sharding.Sharding) -> Pull:
+        """Begins to bring blocks to the engine.
+
+        Args:
+          keys: distinct keys [n], in the order of the prompt.  Each was in this connector when the request joined.
+          sharding: that of the cache's buffer, for a connector that copies blocks to the device itself.
+        """
+
+    def warm_up(self, cache: KVCache) -> KVCache:
+        """Compiles the connector's own programs for this cache, which is donated, and returned unchanged."""
+        return cache
+
+    def drop_failed_offers(self) -> None:  # noqa: B027  # most connectors read copies at once, which raises
+        """Forgets offered blocks whose contents a failed program has computed.
+
+        Called after an exception in a step.  Reading the copy of such a block raises an exception.
+        """
