@@ -1,4 +1,4 @@
-"""Blocks in host memory and on disk, stored under keys that identify their contents.
+"""Blocks outside a cache: in host memory, on disk and in other processes, under keys that identify their contents.
 
 `prefix_keys` computes a key for each full block of a prompt.  A `HostPool` stores blocks of a cache in host memory and
 loads them back into any block; with a `DiskPool`, it also writes them to files that later processes can load.  A load
@@ -16,6 +16,7 @@ from jaxkv.offload.hot_rows import HostEntries, HotRows
 from jaxkv.offload.keys import prefix_keys
 from jaxkv.offload.remote import BlockServer, RemoteBlocks
 from jaxkv.offload.transports import JaxTransport, NixlTransport, Transport
+from jaxkv.ops.rows import read_rows
 
 __all__ = [
     "Arrival",
@@ -36,4 +37,5 @@ __all__ = [
     "Stats",
     "Transport",
     "prefix_keys",
+    "read_rows",
 ]

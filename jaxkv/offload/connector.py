@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jaxkv.cache import KVCache
 from jaxkv.offload.transfers import HostArray, Layout
@@ -16,8 +17,7 @@ class Arrival(NamedTuple):
     keys: Sequence[bytes]
     """The keys of n blocks.  Those that were not pulled are ignored."""
     rows: HostArray
-    """[n, E] of the layout's dtype, as `jaxkv.read_blocks` returns them: a NumPy array, or a JAX array that is ready.
-    """
+    """[n, E] of the layout's dtype, as `read_rows` returns them: a NumPy array, or a JAX array that is ready."""
 
 
 class Pull(ABC):
@@ -49,7 +49,7 @@ class Connector(ABC):
 
     Blocks are identified by keys (`jaxkv.offload.prefix_keys`), which depend on the model, the layout, the salt and all
     tokens up to the end of the block.  Equal keys therefore mean equal contents, and a connector need not know what
-    blocks contain.  A block is moved as a whole, with all its layers and groups, as a row of `jaxkv.read_blocks`.
+    blocks contain.  A block is moved as a whole, with all its layers and groups, as a row of `read_rows`.
 
     An engine with `connectors=[connector]` asks `in` for the blocks of every request that joins, offers every block
     that it fills, and pulls the blocks that its cache lacks while other requests run.  It calls all methods from the
@@ -75,15 +75,15 @@ class Connector(ABC):
         """Whether a pull of this block is likely to succeed.  Called often: for each block of a request that joins."""
 
     @abstractmethod
-    def offer(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+    def offer(self, cache: KVCache, blocks: np.ndarray, keys: Sequence[bytes]) -> None:
         """Takes over the contents of blocks, if the connector wants them.
 
-        The engine overwrites the blocks later.  `jaxkv.read_blocks(cache, blocks)` copies them on the device, and
-        programs that are launched afterwards do not change the copy, so that it may be read at any time.
+        The engine overwrites the blocks later.  `jaxkv.offload.read_rows(cache, blocks)` copies them on the device, and
+        programs that are launched afterwards do not change the copy, so that any thread may read it at any time.
 
         Args:
           cache: the cache.  It must not be kept, because the next step donates it.
-          blocks: ids [n] of blocks of the cache.
+          blocks: int32 [n], ids of blocks of the cache.
           keys: their keys [n], none of which is in this connector.  Those of one prompt are in its order.
         """
 

@@ -373,7 +373,9 @@ class HostPool(Connector):
         least = self._chunk_blocks // TRANSFERS_PER_CHUNK
         return sum(progress.in_flight(least) for progress in self._pulls) < self._chunk_blocks
 
-    def store(self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, wait: bool = True) -> int:
+    def store(
+        self, cache: KVCache, blocks: Sequence[int] | np.ndarray, keys: Sequence[bytes], *, wait: bool = True
+    ) -> int:
         """Copies blocks of a cache to host memory.  A block whose key is already stored is only marked as used.
 
         Args:
@@ -543,7 +545,7 @@ class HostPool(Connector):
                 self._wait_for_stores(0)
 
     def _checked(
-        self, cache: KVCache, blocks: Sequence[int], keys: Sequence[bytes], *, distinct: bool = False
+        self, cache: KVCache, blocks: Sequence[int] | np.ndarray, keys: Sequence[bytes], *, distinct: bool = False
     ) -> tuple[list[int], list[bytes]]:
         """`blocks` as Python ints, and `keys` as a list; ValueError unless all arguments are valid."""
         check_exchange(cache, self.layout, self.devices)

@@ -9,11 +9,12 @@ import atexit
 import weakref
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
-from typing import Unpack
+from typing import Any, Unpack
 
 from jaxkv.serving.base import EngineBase
 from jaxkv.serving.request import Request, RequestOptions
@@ -70,13 +71,36 @@ class AsyncEngine:
         raised an exception.
         """
         channel = _Channel(self._engine.new_request(prompt, **options))
+        self._put(partial(self._add, channel))
+        return Stream(channel, lambda reason: self._commands.put(partial(self._cancel, channel, reason)))
+
+    def call[T](self, function: Callable[[EngineBase], T]) -> Future[T]:
+        """Has the engine's thread call a function between two steps, without waiting for it.
+
+        For what else an engine does, such as `served.call(lambda engine: engine.export(prompt))`.  All requests wait
+        while the function runs.
+
+        Args:
+          function: a function of the engine.
+
+        Returns:
+          Its result, or the exception that it raises; RuntimeError if a step has raised one before.  In an event loop,
+          use `asyncio.wrap_future`.
+
+        Raises:
+          RuntimeError: this is closed, or a step has raised an exception.
+        """
+        future = Future[T]()
+        self._put(partial(self._call, function, future))
+        return future
+
+    def _put(self, command: Callable[[], None]) -> None:
         with self._lock:
             if not self._open:
                 raise RuntimeError(
                     "this AsyncEngine is closed, or its engine has ended: make a new one"
                 ) from self._error
-            self._commands.put(partial(self._add, channel))
-        return Stream(channel, lambda reason: self._commands.put(partial(self._cancel, channel, reason)))
+            self._commands.put(command)
 
     @property
     def stats(self) -> EngineStats:
@@ -135,6 +159,16 @@ class AsyncEngine:
             return
         self._channels[channel.request] = channel
         self._engine.add(channel.request)
+
+    def _call(self, function: Callable[[EngineBase], Any], future: Future) -> None:
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            if self._error is not None:
+                raise RuntimeError(f"the engine has ended, because of {type(self._error).__name__}") from self._error
+            future.set_result(function(self._engine))
+        except BaseException as error:  # it belongs to whoever waits for the result
+            future.set_exception(error)
 
     def _cancel(self, channel: "_Channel", finish_reason: str) -> None:
         if channel.request in self._channels:  # else it has ended

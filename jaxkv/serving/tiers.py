@@ -113,7 +113,7 @@ class Tiers:
         for connector in self._connectors if contents else ():
             try:
                 if new := [key for key in contents if key not in connector]:
-                    connector.offer(cache, [contents[key] for key in new], new)
+                    connector.offer(cache, np.asarray([contents[key] for key in new], np.int32), new)
                 self._lost.difference_update(contents)
             except Exception as error:
                 self._failed("were not stored", len(contents), error)

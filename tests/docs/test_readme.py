@@ -2,9 +2,11 @@
 
 import json
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import override
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,9 @@ import pytest
 import jaxkv
 from jaxkv.cli import BENCHMARKS, COMMANDS, main
 from models.checkpoints.mtp import with_mtp
+from offload.connector_suite import ConnectorSuite
 from support.compare import assert_close
+from support.recorded import model
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -60,8 +64,40 @@ def test_the_engine_finds_prefixes_of_an_earlier_run(tmp_path):
 
 
 @pytest.mark.ci
+def test_an_engine_adopts_the_blocks_of_another(capsys):
+    code = code_in("jaxkv/serving", "from jaxkv import models, serving\n\nmodel, prompt")
+    exec(code.replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v3"))), scope := {})
+    assert len(capsys.readouterr().out.splitlines()) == 100
+    assert scope["decode"].prefix_stats.found == 160
+
+
+@pytest.mark.ci
+def test_an_engine_pulls_the_blocks_of_another():
+    scope = {"model": model("deepseek_v3"), "prompt": [3, 1, 4, 1, 5, 9, 2, 6] * 20, "PASSWORD": b"password"}
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    for start in ("# The process that prefills", "# The process that decodes"):
+        code = code_in("jaxkv/offload", start).replace("7000", port)
+        exec("from jaxkv import offload, serving\n" + re.sub(r"10\.0\.0\.\d", "127.0.0.1", code), scope)
+        list(scope["engine"].run())
+        scope["first_token"] = scope["request"].generated[0]
+    assert scope["engine"].prefix_stats.loaded == 128
+    scope["blocks"].close()
+    scope["server"].close()
+
+
+class TestTheDictionary(ConnectorSuite):
+    @override
+    def connectors(self, layout, folder):
+        exec(code_in("jaxkv/offload", "import numpy as np\n\nfrom jaxkv import offload\n"), scope := {})
+        dictionary = scope["Dictionary"](layout)
+        return dictionary, dictionary
+
+
+@pytest.mark.ci
 def test_the_engine_drafts(tmp_path):
-    code = code_in("jaxkv/serving", "from jaxkv import models, serving\n\nmodel")
+    code = code_in("jaxkv/serving", "from jaxkv import models, serving\n\nmodel =")
     scope = {}
     exec(code.replace('"DIR"', repr(str(with_mtp(tmp_path)[0]))), scope)
     assert scope["engine"].acceptance.drafted > 100

@@ -287,3 +287,27 @@ def test_random_requests_of_several_threads(served, seed):
 
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(client, range(4)))
+
+
+def test_functions_are_called_between_steps(paused):
+    served, steps = paused
+    stream = served.submit(prompt(9), max_tokens=6)
+    steps.allow(FIRST)
+    first = next(stream)
+    exported = served.call(lambda engine: engine.export(prompt(9)))
+    failing = served.call(lambda engine: engine.export([]))
+    assert not exported.done()
+    steps.allow()
+    assert exported.result(timeout=60).num_tokens == 9
+    with pytest.raises(ValueError, match="`prompt` is empty"):
+        failing.result(timeout=60)
+    assert [first, *stream] == right(prompt(9), 6)
+    assert served.call(lambda engine: engine.adopt(exported.result())).result(timeout=60) == 9
+
+
+def test_functions_after_the_end(monkeypatch):
+    toy = engine(num_blocks=32)
+    served = AsyncEngine(toy)
+    served.close()
+    with pytest.raises(RuntimeError, match="this AsyncEngine is closed"):
+        served.call(len)
