@@ -253,11 +253,18 @@ class TestServing:
             assert not engine.running
             assert engine.pool.num_free == engine.pool.num_blocks
 
-    @pytest.mark.parametrize("parallel", [further(models.DataExpertParallel), slow(models.DataParallel)])
-    def test_replicas_draft(self, parallel, tmp_path):
+    @pytest.mark.parametrize(
+        ("parallel", "drafts"),
+        [
+            further(models.DataExpertParallel, serving.MTP(2)),
+            slow(models.DataParallel, serving.MTP(2)),
+            slow(models.DataExpertParallel, serving.NGram(2, prompt_lookup_min=1)),
+        ],
+    )
+    def test_replicas_draft(self, parallel, drafts, tmp_path):
         folder, _ = with_mtp(tmp_path)
         model = models.load(folder, mtp=True, parallel=parallel(mesh_of(2), "x"))
-        served = serving.Replicas(model, drafts=serving.MTP(2), **SIZES)
+        served = serving.Replicas(model, drafts=drafts, **SIZES)
         served.warm_up()
         prompts, right = zip(*recorded("deepseek_v3"), strict=True)
         requests = [served.submit(prompt, max_tokens=8, stop=()) for prompt in (*prompts[:4], prompts[0])]
