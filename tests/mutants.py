@@ -65,6 +65,7 @@ POOL, PREFIX = "jaxkv/serving/pool.py", "jaxkv/serving/prefix.py"
 TABLE, BLOCK_MANAGER = "jaxkv/serving/table.py", "jaxkv/serving/block_manager.py"
 ENGINE, REQUEST = "jaxkv/serving/engine.py", "jaxkv/serving/request.py"
 SAMPLING, HOST = "jaxkv/models/sampling.py", "jaxkv/offload/host.py"
+STEP_TIMES, DRAFTING = "jaxkv/serving/step_times.py", "jaxkv/serving/drafts.py"
 
 SLOTS, LARGE = ("tests/ops/test_slots.py",), ("tests/ops/test_large.py",)
 PACKED_TESTS = ("tests/layout", "tests/offload/test_offload.py")
@@ -80,7 +81,7 @@ FORMATS = ("tests/kernels/test_formats.py",)
 SERVING = ("tests/serving/test_engine.py",)
 DRAFTS, SAMPLING_TESTS = ("tests/serving/test_engine_drafts.py",), ("tests/models/test_sampling.py",)
 REUSE, PARTIAL = ("tests/serving/test_engine_reuse.py",), ("tests/serving/test_engine_partial_blocks.py",)
-STEPS = ("tests/serving/test_engine_steps.py",)
+STEPS, BOUND = ("tests/serving/test_engine_steps.py",), ("tests/serving/test_step_times.py",)
 INTERRUPTED, LOADS = ("tests/serving/test_interrupted.py",), ("tests/serving/test_engine_loads.py",)
 TABLES = ("tests/serving/test_tables.py", "tests/serving/test_engine_tables.py")
 KEYS = ("tests/offload/test_offload.py",)
@@ -509,6 +510,27 @@ MUTANTS = {
             "request.cached -= rejected",
             "request.cached -= len(span.drafts)",
             DRAFTS,
+        ),
+        Mutant(
+            "n-grams are found only after the end of shorter ones",
+            DRAFTING,
+            "max(end - count, 0))",
+            "end)",
+            DRAFTS,
+        ),
+        Mutant(
+            "a step that was launched behind another one is measured from when it was scheduled",
+            STEP_TIMES,
+            "now - max(start, self._last_read)",
+            "now - start",
+            BOUND,
+        ),
+        Mutant(
+            "a block is copied for any token",
+            PREFIX,
+            "if most * LEAST_PART >= table.block_size",
+            "if most",
+            PARTIAL,
         ),
         Mutant(
             "the token that reaches top_p is left out",

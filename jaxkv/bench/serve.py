@@ -5,6 +5,8 @@ that all arrive at once.  The output tokens per second while requests wait are t
 what the rates of prefill and decode allow.  Finally, requests arrive at random (a Poisson process), at fractions of the
 rate at which saturation serves them.  Of the mean step at each load, the part is shown in which the host is busy.  If
 that is nearly all of it, the device waits for the host.
+
+With --soak, nothing is timed: requests come and are cancelled at random, and their tokens are compared.
 """
 
 import argparse
@@ -19,6 +21,7 @@ import jax
 import numpy as np
 
 from jaxkv.bench import random_models, step
+from jaxkv.bench.soak import compare, soak
 from jaxkv.models import Model
 from jaxkv.serving import Engine, HostTime, Request
 from jaxkv.serving.table import tables_of
@@ -31,8 +34,11 @@ from jaxkv.terminal.streams import notice
 MOST_REQUESTS = 2**20
 LEAST_LOAD, MOST_LOAD = 0.001, 1000
 """At less, requests would arrive once in hours."""
-ROOM = 1.5
-"""The default number of blocks, relative to those of as many requests of mean length as run at once."""
+LEAST_SECONDS, MOST_SECONDS = 1e-6, 86400
+"""Of options in seconds."""
+ROOM, SOAK_ROOM = 1.5, 0.6
+"""The default number of blocks, relative to those of as many requests of mean length as run at once.  For `--soak` they
+are too few, so that requests are preempted."""
 
 SPREAD = 0.7
 """The standard deviation of the logarithm of drawn lengths: their 95th percentile is 2.5 times their mean."""
@@ -232,6 +238,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chunk", type=positive, default=64, help="prompt tokens per chunk (64)")
     budget = "tokens per step, at least one chunk more than --max-requests; default ten chunks more"
     parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help=budget)
+    bound = "seconds that a step with chunks should take at most while requests decode; default no bound"
+    parser.add_argument("--max-time-between-tokens", type=_seconds, metavar="SECONDS", help=bound)
     blocks = "blocks in the cache, usually of 64 tokens; by default enough for the requests that run at once"
     parser.add_argument("--blocks", type=positive, metavar="N", help=blocks)
     many = "requests per load; default four times those that run at once"
@@ -242,6 +250,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lengths", type=Path, metavar="FILE", help=lengths)
     loads = "loads after saturation, as fractions of it (0.5 0.8)"
     parser.add_argument("--loads", type=_load, nargs="*", default=[0.5, 0.8], metavar="X", help=loads)
+    soaked = "instead, submit and cancel requests for so long, at several times saturation, and compare their tokens"
+    parser.add_argument("--soak", type=_seconds, metavar="SECONDS", help=soaked)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
@@ -262,18 +272,26 @@ def run(args: argparse.Namespace) -> int:
         return sum(table.most_held(math.ceil(tokens), budget) for table in tables)
 
     mean = float(np.mean(lengths.prompts + lengths.outputs))
-    num_blocks = args.blocks or args.max_requests * held(ROOM * mean + block_size)
+    sizes: dict[str, Any] = {
+        "max_requests": args.max_requests,
+        "chunk": args.chunk,
+        "max_num_batched_tokens": budget,
+        "max_time_between_tokens": args.max_time_between_tokens,
+    }
+    room = ROOM if args.soak is None else SOAK_ROOM
+    num_blocks = args.blocks or args.max_requests * held(room * mean + block_size)
     num_blocks = max(num_blocks, held(lengths.longest))
     needed = random_models.Needed(
         num_blocks,
         rows=args.max_requests + budget // args.chunk,
         tokens=budget,
-        other_blocks=Alone.num_blocks(described, lengths, args.max_requests),
+        other_blocks=0 if args.soak else Alone.num_blocks(described, lengths, args.max_requests),
     )
     model = random_models.random_model(args, described, needed)
     print(_about(model, lengths))
+    if args.soak:
+        return _soak(args, model, lengths, num_blocks, sizes)
     alone = Alone(model, lengths, args.max_requests)
-    sizes = {"max_requests": args.max_requests, "chunk": args.chunk, "max_num_batched_tokens": budget}
     engine = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
     notice("compiling")
     with ThreadPoolExecutor() as threads:
@@ -309,7 +327,7 @@ def run(args: argparse.Namespace) -> int:
         "output_tokens_per_s": saturation,
         "fraction": saturation / allowed,
         "between_tokens_ms": percentiles(served.between),
-        **_steps(served),
+        **_times(served.host),
     }
     _record(args.json, about)
     print(f"saturation: {saturation:,.0f} output tokens/s, {saturation / allowed:.0%} of what is allowed")
@@ -330,6 +348,44 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def _soak(args: argparse.Namespace, model: Model, lengths: Lengths, num_blocks: int, sizes: dict[str, Any]) -> int:
+    """Prints and records how the requests of `--soak` ended; returns 1 if something is wrong."""
+
+    def engine() -> Engine:
+        notice("compiling")
+        made = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
+        made.warm_up()
+        return made
+
+    served = engine()
+    soaked = soak(served, lengths.prompts.tolist(), lengths.outputs.tolist(), args.soak)
+    stats = served.stats
+    held = stats.num_blocks - stats.free_blocks
+    summary = {**soaked.summary(), "held_blocks": held, "found_tokens": stats.prefix.found, **_times(stats.host_time)}
+    about = {
+        **random_models.described(args, model),
+        "engine": {"num_blocks": num_blocks, **sizes},
+        "soak": summary,
+    }
+    _record(args.json, about)
+    ended = ", ".join(f"{count} {reason}" for reason, count in sorted(soaked.ended.items()))
+    print(
+        f"{counted(len(soaked.tokens), 'requests')} in {soaked.seconds:.1f} s: {ended}; {len(soaked.preempted)} were "
+        f"preempted, {len(soaked.lost)} are lost\n{stats.prefix.found} of {stats.prefix.tokens} tokens were found; "
+        f"{held} of {counted(stats.num_blocks, 'blocks')} are still held"
+    )
+    del served  # there may be memory for one cache only
+    notice(f"comparing {counted(len(soaked.greedy), 'requests')} with a second engine")
+    compared = compare(engine(), soaked.greedy)
+    summary |= {"equal": compared.equal, "equal_up_to_rounding": compared.rounded, "wrong": compared.wrong}
+    _record(args.json, about)
+    print(
+        f"of {counted(len(soaked.greedy), 'greedy requests')}, {compared.equal} are equal, {compared.rounded} up to "
+        f"rounding, and {len(compared.wrong)} are wrong"
+    )
+    return 1 if held or soaked.lost or compared.wrong else 0
+
+
 def _record(file: Path | None, about: dict[str, Any]) -> None:
     """Writes what has been measured so far, because loads take minutes, and a run may be ended before the last."""
     if file:
@@ -344,6 +400,16 @@ def _load(text: str) -> float:
     if not LEAST_LOAD <= load <= MOST_LOAD:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_LOAD} to {MOST_LOAD}")
     return load
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_SECONDS} to {MOST_SECONDS}")
+    return seconds
 
 
 def _lengths(args: argparse.Namespace) -> Lengths:
@@ -376,12 +442,12 @@ def _summary(load: float, rate: float, served: Served) -> dict[str, Any]:
         "seconds": end,
         "first_token_ms": percentiles(served.first),
         "between_tokens_ms": percentiles(served.between),
-        **_steps(served),
+        **_times(served.host),
     }
 
 
-def _steps(served: Served) -> dict[str, float]:
-    return {"step_ms": served.host.step_ms, "host_busy_ms": served.host.busy_ms}
+def _times(host: HostTime) -> dict[str, float]:
+    return {"step_ms": host.step_ms, "host_busy_ms": host.busy_ms}
 
 
 def _line(found: dict[str, Any]) -> str:

@@ -56,8 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ignore-eos", action="store_true", help="continue after the checkpoint's end-of-text tokens")
     blocks = "blocks in the cache (256), usually of 64 tokens"
     parser.add_argument("--blocks", type=positive, default=256, help=blocks)
-    drafts = "draft so many tokens per step with the checkpoint's layer of multi-token prediction, and verify them"
+    drafts = "draft so many tokens per step, and verify them"
     parser.add_argument("--num-speculative-tokens", type=positive, metavar="K", help=drafts)
+    method = (
+        "how drafts are made: by the checkpoint's layer of multi-token prediction, or copied from earlier tokens (mtp)"
+    )
+    parser.add_argument("--speculative-method", choices=("mtp", "ngram"), help=method)
+    default = serving.NGram()
+    most = f"the most last tokens that ngram searches in earlier ones ({default.prompt_lookup_max})"
+    parser.add_argument("--prompt-lookup-max", type=positive, metavar="N", help=most)
+    least = f"the least last tokens that ngram must find ({default.prompt_lookup_min})"
+    parser.add_argument("--prompt-lookup-min", type=positive, metavar="N", help=least)
     text = "dtype of weights and activations; default: the one that config.json states"
     parser.add_argument("--dtype", choices=FLOATS, help=text)
     add_entry_format(parser)
@@ -76,6 +85,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--stop {args.stops[0]!r}: {args.model} has no {TOKENIZER}, so that there is no text")
     if "" in args.stops:
         raise ValueError("--stop '': expected a text that is not empty")
+    drafts = _drafts(args)
     calibrating = None if args.calibrate is None else _lines(args, encode)
     prompts = [encode(prompt) for prompt in args.prompts]
     filters = {"top_k": args.top_k, "top_p": args.top_p, "min_p": args.min_p}
@@ -86,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         dtype=args.dtype,
         entry_format=args.entry_format,
         implementation=implementation,
-        mtp=args.num_speculative_tokens is not None,
+        mtp=isinstance(drafts, serving.MTP),
         progress=partial(progress, what="loading"),
     )
     if calibrating is not None:
@@ -101,7 +111,6 @@ def run(args: argparse.Namespace) -> int:
     sizes = {"num_blocks": args.blocks, "max_requests": min(len(prompts), MOST_ROWS)}
     # No more chunks per step than the prompts have: the first steps run the largest program, even if chunks are empty.
     chunks = min(max(sum(math.ceil(len(prompt) / CHUNK) for prompt in prompts), 1), MOST_CHUNKS)
-    drafts = None if args.num_speculative_tokens is None else serving.MTP(args.num_speculative_tokens)
     sizes["max_num_batched_tokens"] = sizes["max_requests"] * (1 + (args.num_speculative_tokens or 0)) + chunks * CHUNK
     engine = serving.Engine(model, chunk=CHUNK, drafts=drafts, **sizes)
     stop = () if args.ignore_eos else None
@@ -133,6 +142,21 @@ def run(args: argparse.Namespace) -> int:
     for number in lost:
         notice(f"jaxkv generate: the logits of prompt {number} are NaN, so its text ends early")
     return 1 if lost else 0
+
+
+def _drafts(args: argparse.Namespace) -> serving.MTP | serving.NGram | None:
+    """How drafts are made, by the options; None for no drafts."""
+    lookup = {name: getattr(args, name) for name in ("prompt_lookup_max", "prompt_lookup_min")}
+    lookup = {name: value for name, value in lookup.items() if value is not None}
+    if args.num_speculative_tokens is None:
+        if args.speculative_method or lookup:
+            raise ValueError("there are options of drafts, but no drafts: add --num-speculative-tokens")
+        return None
+    if args.speculative_method == "ngram":
+        return serving.NGram(args.num_speculative_tokens, **lookup)
+    if lookup:
+        raise ValueError("--prompt-lookup-max and --prompt-lookup-min need --speculative-method ngram")
+    return serving.MTP(args.num_speculative_tokens)
 
 
 def _ids(text: str) -> list[int]:

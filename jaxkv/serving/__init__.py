@@ -1,12 +1,15 @@
 """Serving: an `Engine` that batches requests as they come and go, and reuses the prefixes that they share.
 
-With `drafts=MTP()`, it verifies drafts of the model's MTP layer, and a step may add several tokens to a request.
-`Replicas` runs one engine per device under data parallelism.  Both return a `Request` from `submit`, and yield each new
-token with its request from `run`.  `AsyncEngine` runs either in a thread, for requests of any threads and event loops.
+With `drafts=MTP()` or `drafts=NGram()`, it verifies drafts of the model's MTP layer, or drafts that are copied from
+earlier tokens of a request, and a step may add several tokens to a request.
+
+`Replicas` runs one engine per device under data parallelism, and `Leader` one model over several processes.  All return
+a `Request` from `submit`, and yield each new token with its request from `run`.  `AsyncEngine` runs any of them in a
+thread, for requests of any threads and event loops.
 """
 
 from jaxkv.serving.async_engine import AsyncEngine, Stream
-from jaxkv.serving.drafts import MTP, AcceptanceStats
+from jaxkv.serving.drafts import MTP, AcceptanceStats, NGram
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.export import ExportedBlocks
 from jaxkv.serving.prefix import PrefixCacheStats
@@ -24,6 +27,7 @@ __all__ = [
     "ExportedBlocks",
     "HostTime",
     "Leader",
+    "NGram",
     "PrefixCacheStats",
     "Replicas",
     "Request",

@@ -4,7 +4,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from typing import NamedTuple
@@ -39,6 +39,7 @@ class Buckets:
       columns: tokens per row of a request.
       chunk: tokens per row of a chunk.
       max_chunks: the most rows of chunks, beside the budget.
+      within: chooses those shapes with chunks, of one or more, that a step may have while requests decode; default all.
 
     Attributes:
       shapes: all shapes, in the order in which they are needed: first the largest ones, which hold every step, then
@@ -47,7 +48,16 @@ class Buckets:
       temporaries: bytes of temporary device memory of the program of each shape that `compile` has compiled.
     """
 
-    def __init__(self, max_requests: int, *, budget: int, columns: int, chunk: int, max_chunks: int | None = None):
+    def __init__(
+        self,
+        max_requests: int,
+        *,
+        budget: int,
+        columns: int,
+        chunk: int,
+        max_chunks: int | None = None,
+        within: Callable[[Collection[Shape]], Collection[Shape]] | None = None,
+    ):
         def chunks(requests: int) -> list[int]:
             most = (budget - requests * columns) // chunk
             return _sizes(most if max_chunks is None else min(most, max_chunks))[::2]
@@ -58,11 +68,17 @@ class Buckets:
         others = sorted(found.difference(self.largest), key=lambda shape: (shape.requests, shape.chunks))
         self.shapes = [*self.largest, *others]
         self.ready = {*self.largest}
+        self._within = within
         self.temporaries: dict[Shape, int] = {}
 
     def most_chunks(self, requests: int) -> int:
         """The most chunks of a step that also has so many requests: one or more."""
-        return max(shape.chunks for shape in self.ready.copy() if shape.requests >= requests)
+        shapes: Collection[Shape] = [
+            shape for shape in self.ready.copy() if shape.chunks and shape.requests >= requests
+        ]
+        if self._within is not None and requests:
+            shapes = self._within(shapes)
+        return max(shape.chunks for shape in shapes)
 
     def fit(self, *schedules: Schedule) -> Shape:
         """The smallest shape that is ready for each of these steps.

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxkv.checks import positive_int
+from jaxkv.checks import positive_int, positive_number
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling
@@ -28,7 +28,7 @@ from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.block_manager import BlockManager
 from jaxkv.serving.buckets import Buckets, Shape
-from jaxkv.serving.drafts import MTP, AcceptanceStats, verify_and_draft
+from jaxkv.serving.drafts import AcceptanceStats, Drafts
 from jaxkv.serving.export import ExportedBlocks
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
@@ -36,6 +36,7 @@ from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, stop_tokens, token_ids
 from jaxkv.serving.stats import EngineStats, HostTime
 from jaxkv.serving.step_inputs import GREEDY, NOTHING, Choices, InputBatch, Schedule, Span
+from jaxkv.serving.step_times import StepTimes
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
 from jaxkv_kernels.addressing import one_array
@@ -70,8 +71,8 @@ class Engine(EngineBase):
     later requests take only what is left; a request with the same prefix waits.  Blocks that cannot be loaded are
     computed.  None of this changes the generated tokens, except through the rounding of logits.
 
-    With `drafts`, a step verifies the drafts of every request whose prompt is complete, appends the model's own tokens
-    up to the first that differs from its draft, and drafts the next ones.  The host waits for every step then.
+    With `drafts`, a step verifies the drafts of every request whose prompt is complete, and appends the model's own
+    tokens up to the first that differs from its draft.  The host waits for every step then.
 
     If the layout of the model's cache has several block tables, a request has blocks of each.  Blocks that lie before
     the window of their table are released while the request runs, and can still be found by their content.  A state
@@ -92,10 +93,15 @@ class Engine(EngineBase):
       chunk: prompt tokens per row of a step.  A prompt takes as many rows as it needs; the last may be partly empty.
       max_num_batched_tokens: tokens per step, padding included.  Requests whose prompts are complete come first, and
         prompts take what is left.  Default: eight chunks beside `max_requests` requests.
+      max_time_between_tokens: seconds that a step should take at most while requests decode.  Prompts then take no more
+        chunks per step than that allows, by the times of earlier steps.  At first, and if even the fewest chunks take
+        longer, a step has the fewest for which there is a program, so that prompts always continue.  Steps without
+        chunks, and those in which nothing decodes, are not affected.  Default: no bound.
       connectors: where blocks are also offered and found, such as a `HostPool`, in the order in which they are asked.
         Each must be made for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the
         engine.
-      drafts: how the next tokens are drafted, so that a step may add several tokens to a request; default not at all.
+      drafts: how the next tokens are drafted, by `MTP` or `NGram`, so that a step may add several tokens to a request;
+        default not at all.
 
     Raises:
       ValueError: an argument is out of range; a connector was made for another layout or number of devices; the model
@@ -114,8 +120,9 @@ class Engine(EngineBase):
         max_len: int | None = None,
         chunk: int = 64,
         max_num_batched_tokens: int | None = None,
+        max_time_between_tokens: float | None = None,
         connectors: Sequence[Connector] = (),
-        drafts: MTP | None = None,
+        drafts: Drafts | None = None,
     ):
         super().__init__()
         if isinstance(model.parallel, DataParallel):
@@ -154,12 +161,17 @@ class Engine(EngineBase):
             drafts.check(model, tables)
         self._state_size = max((table.block_size for table in tables if table.states), default=0)
         """Tokens per block of states; 0 if there are none."""
+        self.step_times: StepTimes | None = None
+        """The times of steps, if there is a bound on them."""
+        if (bound := positive_number("max_time_between_tokens", max_time_between_tokens)) is not None:
+            self.step_times = StepTimes(bound, lambda shape: shape.chunks * chunk + shape.requests * self._columns)
         self.buckets = Buckets(
             max_requests,
             budget=max_num_batched_tokens,
             columns=self._columns,
             chunk=chunk,
             max_chunks=max_requests if self._state_size else None,
+            within=None if self.step_times is None else self.step_times.within,
         )
         most_chunks = 1 if self._state_size else max(shape.chunks for shape in self.buckets.shapes)
         self._step_tokens = chunk * most_chunks
@@ -189,9 +201,9 @@ class Engine(EngineBase):
         self._new: deque[tuple[Request, int]] = deque()
         self._launched: deque[tuple[Any, dict[int, Span]]] = deque()
         """Steps whose tokens have not been read: the sampled tokens and their log probabilities (None if no request
-        needs them), or the results of `verify_and_draft`; and the span of each row."""
+        needs them), or `Verified` with drafts; and the span of each row."""
         # The cache is donated, so that it is updated in place.
-        self.program = program.run_layers if drafts is None else verify_and_draft
+        self.program = program.run_layers if drafts is None else drafts.program
         self._layers = Program(self.program, donate="cache", compiler_options=model.compiler_options)
         self._samplers = [Program(sample, donate="last") for sample in (program.likeliest, program.draw)]
         self._logprobs = jax.jit(program.logprobs)
@@ -279,7 +291,7 @@ class Engine(EngineBase):
             raise ValueError(f"`logprobs` is {logprobs!r}: expected None, or an int, 0 to {program.MAX_LOGPROBS}")
         if self.drafts is not None:
             raise ValueError(
-                f"`logprobs` is {logprobs}, and the engine has `drafts`, whose program verifies and drafts at once and "
+                f"`logprobs` is {logprobs}, and the engine has `drafts`, whose program verifies them and "
                 "returns no logits: expected None, or make the engine without drafts"
             )
         return count
@@ -441,8 +453,9 @@ class Engine(EngineBase):
         start = time.perf_counter()
         schedule = self.schedule()
         if schedule is None and not self._launched:
+            waits = time.perf_counter()
             self._advance_loads(timeout=LOAD_TIMEOUT)
-            self.host_time.waited += time.perf_counter() - start
+            self.host_time.waited += time.perf_counter() - waits
         if schedule is not None:
             shape = self.buckets.fit(schedule)
             self.cache, found = self._layers(shape, self.model, self.cache, self.last, *self.batches(schedule, shape))
@@ -465,6 +478,8 @@ class Engine(EngineBase):
     @override
     def _release(self):
         self._launched.clear()
+        if self.step_times is not None:
+            self.step_times.clear()
         self.pool.clear()
         self.block_manager.clear()
         while self._new and (last := self._new[-1])[1] >= len(last[0].tokens):
@@ -492,14 +507,18 @@ class Engine(EngineBase):
 
     def _prepared(self, shape: Shape) -> list[Callable[[], Compilable]]:
         """Functions that lower or find the programs of a step.  They do not refer to this engine or to its cache."""
-        cache, last = jax.tree.map(_described, (self.cache, self.last))
+        cache, last = jax.tree.map(described, (self.cache, self.last))
         prepared: list[Callable[[], Compilable]]
         prepared = [partial(self._layers.prepare, shape, self.model, cache, last, *self.batches(NOTHING, shape))]
-        if self.drafts is None:
-            rows = sum(shape)
-            logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=last.sharding)
-            prepared += [partial(sample.prepare, rows, logits, last, Choices.of({}, rows)) for sample in self._samplers]
-        return prepared
+        return prepared + self.prepared_after(shape)
+
+    def prepared_after(self, shape: Shape) -> list[Callable[[], Compilable]]:
+        """Functions that lower or find the programs that follow the layers in a step of this shape."""
+        if self.drafts is not None:
+            return []
+        rows, last = sum(shape), described(self.last)
+        logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=last.sharding)
+        return [partial(sample.prepare, rows, logits, last, Choices.of({}, rows)) for sample in self._samplers]
 
     @restores
     def _run_without_requests(self) -> None:
@@ -524,6 +543,8 @@ class Engine(EngineBase):
         of their requests, and others join until it is used up.  `Buckets.fit` leaves chunks to a later step if requests
         have joined whose prompts were found whole, so that too few rows are left.
         """
+        if self.step_times is not None:
+            self.step_times.scheduled()
         self._advance_loads()
         for request in list(self.running):
             if request.place >= 0 and request.missing:
@@ -566,6 +587,8 @@ class Engine(EngineBase):
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
         self._launched.append((found, rows))
+        if self.step_times is not None:
+            self.step_times.launched(shape)
         for request, _, end, samples, _ in rows.values():
             request.cached = end
             request.unread += samples
@@ -617,6 +640,8 @@ class Engine(EngineBase):
         start = time.perf_counter()
         found = jax.tree.map(lambda array: np.asarray(array).tolist(), found)
         self.host_time.waited += time.perf_counter() - start
+        if self.step_times is not None:
+            self.step_times.read()
         for row, span in spans.items():
             request = span.request
             if request.finish_reason:
@@ -634,7 +659,8 @@ class Engine(EngineBase):
             self._append(span, found.sampled[row][first : first + accepted + 1])
             self.acceptance.add(len(span.drafts), accepted)
             if span.samples and not request.finish_reason:
-                request.drafts = found.drafts[row][: request.most_entries - request.length]
+                drafts = self.drafts.following(request, found.drafts[row])
+                request.drafts = [*drafts[: request.most_entries - request.length]]
 
     def _append(self, span: Span, tokens: list[int]) -> None:
         """Appends the tokens that a step sampled after a span: its accepted drafts, and the one after them."""
@@ -756,14 +782,14 @@ class Engine(EngineBase):
         self.running.remove(request)
         self._places.append(request.place)
         self.block_manager.free(request)
-        request.cached, request.filled, request.loading, request.drafts, request.place = 0, 0, 0, [], -1
+        request.leave()
 
 
 def _rank(request: Request) -> tuple[int, int]:
     return request.rank
 
 
-def _described(array: jax.Array) -> jax.ShapeDtypeStruct:
+def described(array: jax.Array) -> jax.ShapeDtypeStruct:
     """The shape, dtype and place of an array, which may have been donated."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 

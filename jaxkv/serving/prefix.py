@@ -11,6 +11,9 @@ from jaxkv.serving.table import TableKind, partial_table
 
 OFFLOADED = -2
 """Stands for a block id if the content is not on the device, but in host memory or on disk."""
+LEAST_PART = 4
+"""A prefix ends inside a block only if at least this part of the block is found, a quarter.  A copy is a program of its
+own that moves the whole block, while a few more tokens rarely change how many chunks a prompt takes."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,7 @@ class Prefix:
         """Finds full blocks by key, on the device and in tiers.
 
         If there is one table whose blocks requests keep, and others are only of states, it also finds the first tokens
-        of the next block, in a block of a running request or in one that was released.
+        of the next block, a quarter of it or more, in a block of a running request or in one that was released.
         """
         known = {table.name: _Known(request.keys_of(table.name), pool, tiers) for table in tables}
         cached = {table.name: known[table.name].tokens(table) for table in tables}
@@ -153,7 +156,7 @@ def _next_tokens(
     """A block that begins with the most tokens of the request's block number `index`, and how many; (-1, 0) if none.
 
     Earlier tokens are the same.  All tokens of a block are found by its key; here, its last one is not counted, nor is
-    the request's, and of a running request only those that it has cached.
+    the request's, and of a running request only those that it has cached.  It must be a quarter of a block or more.
     """
     predecessor = request.predecessor(table.name, index)
     start = index * table.block_size
@@ -165,4 +168,4 @@ def _next_tokens(
             count = count_common(wanted, donor.tokens[start : donor.cached])
             if count > most:
                 best, most = donor.held[table.name].blocks[index], count
-    return best, most
+    return (best, most) if most * LEAST_PART >= table.block_size else (-1, 0)

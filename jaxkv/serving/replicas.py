@@ -1,6 +1,7 @@
 """Data parallel serving: one engine per device, and engines whose devices step together because they divide experts."""
 
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
@@ -17,7 +18,8 @@ from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.parallel.expert import DataExpertParallel
 from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.buckets import Shape
-from jaxkv.serving.engine import Engine
+from jaxkv.serving.engine import Engine, described
+from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, RequestOptions
 from jaxkv.serving.stats import EngineStats
 from jaxkv.serving.step_inputs import NOTHING, Schedule
@@ -132,12 +134,12 @@ class Replicas(EngineBase):
         self._threads.shutdown(cancel_futures=True)
 
     @restores
-    def warm_up(self) -> None:
-        """Compiles all programs, so that later steps do not compile."""
+    def warm_up(self, *, wait: bool = True) -> None:
+        """Compiles the programs, so that later steps do not compile; `wait` as in `Engine.warm_up`."""
         if self._lockstep is not None:
-            self._lockstep.warm_up()
+            self._lockstep.warm_up(wait=wait)
         else:
-            list(self._threads.map(Engine.warm_up, self.engines))
+            list(self._threads.map(partial(Engine.warm_up, wait=wait), self.engines))
 
 
 def _replicas(model: Model) -> Iterator[Model]:
@@ -179,11 +181,16 @@ class Lockstep:
         self._engines = engines
         self._model = model
         self._buckets = engines[0].buckets
+        for engine in engines[1:]:
+            engine.buckets = self._buckets
+            if engine.step_times is not None and engines[0].step_times is not None:
+                engine.step_times.measured = engines[0].step_times.measured  # by which the buckets choose
         self._sharding = NamedSharding(mesh, PartitionSpec(axis))
-        self._layers = jax.jit(_layers, static_argnames="program", donate_argnames="cache")
+        self._layers = Program(_on_devices(engines[0].program), donate="cache")
 
     def step(self) -> None:
         """Launches a step of all engines, and reads the tokens of the previous ones."""
+        start, waited = time.perf_counter(), [engine.host_time.waited for engine in self._engines]
         schedules = [engine.schedule() for engine in self._engines]
         if any(schedules):
             shape = self._buckets.fit(*filter(None, schedules))
@@ -193,19 +200,31 @@ class Lockstep:
                     engine.launched(schedule, shape, mine)
         for engine, schedule in zip(self._engines, schedules, strict=True):
             engine.read(behind=schedule is not None)  # without tokens in this step, there is nothing to wait for
+        # The host waits for the devices one after the other, and all engines wait meanwhile.
+        seconds = time.perf_counter() - start
+        together = sum(engine.host_time.waited - before for engine, before in zip(self._engines, waited, strict=True))
+        for engine, before in zip(self._engines, waited, strict=True):
+            engine.host_time.waited = before + together
+            engine.host_time.steps += 1
+            engine.host_time.seconds += seconds
 
-    def warm_up(self) -> None:
-        """Compiles all programs, so that later steps do not compile."""
+    def warm_up(self, *, wait: bool = True) -> None:
+        """Compiles the programs, so that later steps do not compile; `wait` as in `Engine.warm_up`."""
         nothing = [None] * len(self._engines)
-        lowers = {shape: [partial(self._layers.lower, *self._inputs(nothing, shape))] for shape in self._buckets.shapes}
-        self._buckets.compile(lowers, wait=True)
-        for shape in self._buckets.shapes:
+        self._buckets.compile({shape: self._prepared(shape) for shape in self._buckets.shapes}, wait=wait)
+        for shape in self._buckets.ready.copy():
             for engine, mine in zip(self._engines, self._run(nothing, shape), strict=True):
                 engine.warm_up_after(mine)
 
+    def _prepared(self, shape: Shape) -> list[Callable[[], Compilable]]:
+        """Functions that lower or find the programs of a step.  They do not refer to the engines or to their caches."""
+        model, *others = self._inputs([None] * len(self._engines), shape)
+        prepared = [partial(self._layers.prepare, shape, model, *jax.tree.map(described, others))]
+        return prepared + [prepare for engine in self._engines for prepare in engine.prepared_after(shape)]
+
     def _run(self, schedules: Sequence[Schedule | None], shape: Shape) -> list[Any]:
         """Runs the layers; returns what they found for each engine's rows, on its device."""
-        cache, found = self._layers(*self._inputs(schedules, shape))
+        cache, found = self._layers(shape, *self._inputs(schedules, shape))
         for engine, buffer in zip(self._engines, _parts(cache.buffer), strict=True):
             engine.cache = KVCache(buffer, cache.layout)
         arrays, structure = jax.tree.flatten(found)
@@ -218,7 +237,7 @@ class Lockstep:
         rows = jax.tree.map(lambda *arrays: jax.device_put(np.concatenate(arrays), self._sharding), *batches)
         cache = jax.tree.map(self._joined, *[engine.cache for engine in self._engines])
         last = self._joined(*[engine.last for engine in self._engines])
-        return self._engines[0].program, self._model, cache, last, *rows
+        return self._model, cache, last, *rows
 
     def _joined(self, *arrays: jax.Array) -> jax.Array:
         """The concatenation of an array [n] of each device, without a copy."""
@@ -231,10 +250,14 @@ def _parts(array: jax.Array) -> list[jax.Array]:
     return [shard.data for shard in sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)]
 
 
-def _layers(program, model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, Any]:
-    """The program of an engine on every device; `rows` are its batches."""
+def _on_devices(program: Callable) -> Callable[..., tuple[KVCache, Any]]:
+    """The program of an engine, on every device."""
 
-    def on_each(model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, Any]:
-        return program(replace(model, parallel=model.parallel.inside), cache, last, *rows)
+    def layers(model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, Any]:
+        def on_each(model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, Any]:
+            return program(replace(model, parallel=model.parallel.inside), cache, last, *rows)
 
-    return model.parallel.run(on_each, model, cache, last, *rows)
+        return model.parallel.run(on_each, model, cache, last, *rows)
+
+    layers.__qualname__ = f"{program.__qualname__} on devices"  # by which executables are kept
+    return layers

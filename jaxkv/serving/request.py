@@ -2,6 +2,7 @@
 
 import operator
 import warnings
+from array import array
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -10,6 +11,7 @@ from typing import NamedTuple, TypedDict
 from jaxkv.models.sampling import Sampling
 from jaxkv.serving.pool import Predecessor
 
+TOKEN_BYTES = array("i").itemsize
 ABSENT = -1
 """Stands for a block that a request does not hold: one that has expired, or that was never needed."""
 
@@ -84,6 +86,7 @@ class Request:
     """Drafts of the tokens after `tokens`, for the next step to verify."""
     place: int = field(default=-1, init=False)
     """Where its last token is kept on the device while it runs."""
+    _token_bytes: bytearray = field(default_factory=bytearray, init=False)
     arrival_time: float = field(init=False)
     """When it was made, in seconds of `time.perf_counter`."""
     first_token_time: float | None = field(default=None, init=False)
@@ -113,6 +116,12 @@ class Request:
     def predecessor(self, table: str, index: int) -> Predecessor:
         """What block number `index` of a table follows, if the blocks before it are full."""
         return self.keys_of(table)[index - 1] if index else self.cache_salt
+
+    @property
+    def token_bytes(self) -> bytearray:
+        """Its tokens, as integers of `TOKEN_BYTES` bytes each."""
+        self._token_bytes += array("i", self.tokens[len(self._token_bytes) // TOKEN_BYTES :]).tobytes()
+        return self._token_bytes
 
     @property
     def generated(self) -> list[int]:
@@ -145,8 +154,12 @@ class Request:
         """Forgets all but its tokens: its place, its blocks, and the steps that have been launched with it."""
         if self.finish_reason is None:
             self._finish_if_complete()  # an interrupt may have come between the last token and this
-        self.held, self.cached, self.filled, self.loading, self.checkpoint = {}, 0, 0, 0, 0
-        self.unread, self.drafts, self.place = 0, [], -1
+        self.held, self.checkpoint, self.unread = {}, 0, 0
+        self.leave()
+
+    def leave(self) -> None:
+        """Forgets its place, how many tokens its blocks have, and its drafts: it no longer runs."""
+        self.cached, self.filled, self.loading, self.drafts, self.place = 0, 0, 0, [], -1
 
     def append(self, token: int) -> None:
         """Appends the next token; ends the request if it is a stop token, or the last of `max_tokens`."""

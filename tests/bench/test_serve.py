@@ -95,11 +95,12 @@ def test_requests_arrive_and_are_served(monkeypatch):
 def test_each_load_is_served_and_recorded(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(step, "LEAST_SECONDS", 0.01)
     file = tmp_path / "found.json"
-    lengths = ["--prompt", "20", "--output", "6", "--loads", "0.5", "4"]
+    lengths = ["--prompt", "20", "--output", "6", "--loads", "0.5", "4", "--max-time-between-tokens", "1e-5"]
     assert main(["bench", "serve", str(MODELS / "youtu"), *SIZES, *lengths, "--json", str(file)]) == 0
     printed = capsys.readouterr().out
     assert "8 requests per load, prompts of 20 (at most " in printed
     found = json.loads(file.read_text())
+    assert found["engine"]["max_time_between_tokens"] == 1e-5
     alone, saturation = found["alone"], found["saturation"]
     prompt, output = found["requests"]["prompt_tokens"], found["requests"]["output_tokens"]
     allowed = output / (prompt / alone["prefill"] + output / alone["decode"])
@@ -151,3 +152,11 @@ def test_requests_that_never_saturate_the_engine_are_rejected(monkeypatch):
 def test_misuse_is_reported(arguments, message):
     with pytest.raises(SystemExit, match=f"jaxkv bench serve: .*{message}"):
         main(["bench", "serve", *arguments])
+
+
+@pytest.mark.parametrize(("option", "least"), [("--max-time-between-tokens", "1e-06"), ("--loads", "0.001")])
+def test_numbers_of_options_are_within_limits(option, least, capsys):
+    for wrong in ("0", "nan", "x"):
+        with pytest.raises(SystemExit):
+            main(["bench", "serve", str(MODELS / "youtu"), option, wrong])
+        assert f"argument {option}: {wrong!r} is not a number from {least} to " in capsys.readouterr().err

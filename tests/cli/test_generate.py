@@ -73,6 +73,33 @@ def test_drafts_leave_the_tokens_as_they_are_and_acceptance_is_printed(tmp_path,
     assert re.search(r"\d+ of \d+ drafts accepted \([\d.]+%\), [\d.]+ new tokens per request and step", printed.err)
 
 
+@pytest.mark.ci
+def test_drafts_of_ngrams_need_no_mtp_layer(capsys):
+    prompt, tokens = recorded(1, 16)
+    method = ["--speculative-method", "ngram", "--prompt-lookup-min", "1"]
+    assert generate("--ids", prompt, "--num-speculative-tokens", "2", *method, "--max-tokens", "16") == 0
+    printed = capsys.readouterr()
+    assert printed.out == f"{tokens}\n"
+    assert re.search(r"\d+ of [1-9]\d* drafts accepted ", printed.err)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--speculative-method", "ngram"], "no drafts: add --num-speculative-tokens"),
+        (["--prompt-lookup-max", "3"], "no drafts: add --num-speculative-tokens"),
+        (["--num-speculative-tokens", "1", "--prompt-lookup-min", "1"], "need --speculative-method ngram"),
+        (
+            ["--num-speculative-tokens", "1", "--speculative-method", "ngram", "--prompt-lookup-min", "5"],
+            "`prompt_lookup_min` is 5: expected at most `prompt_lookup_max`, 4",
+        ),
+    ],
+)
+def test_options_of_drafts_that_are_rejected(options, message):
+    with pytest.raises(SystemExit, match=f"^jaxkv generate: .*{message}"):
+        generate("--ids", "1", *options)
+
+
 def test_a_checkpoint_without_an_mtp_layer_is_reported():
     with pytest.raises(SystemExit, match=r"^jaxkv generate: `mtp` is True, and `num_nextn_pre[^\n]*\Z"):
         generate("--ids", "1", "--num-speculative-tokens", "1")

@@ -17,6 +17,7 @@ from jaxkv import models, serving
 from jaxkv.models.parallel import exchange
 from jaxkv.models.parallel.expert import local_experts
 from models.checkpoints.mtp import with_mtp
+from serving.toy_engines import join_compilers
 from support.cases import each_value, further, slow
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
@@ -252,11 +253,18 @@ class TestServing:
             assert not engine.running
             assert engine.pool.num_free == engine.pool.num_blocks
 
-    @pytest.mark.parametrize("parallel", [further(models.DataExpertParallel), slow(models.DataParallel)])
-    def test_replicas_draft(self, parallel, tmp_path):
+    @pytest.mark.parametrize(
+        ("parallel", "drafts"),
+        [
+            further(models.DataExpertParallel, serving.MTP(2)),
+            slow(models.DataParallel, serving.MTP(2)),
+            slow(models.DataExpertParallel, serving.NGram(2, prompt_lookup_min=1)),
+        ],
+    )
+    def test_replicas_draft(self, parallel, drafts, tmp_path):
         folder, _ = with_mtp(tmp_path)
         model = models.load(folder, mtp=True, parallel=parallel(mesh_of(2), "x"))
-        served = serving.Replicas(model, drafts=serving.MTP(2), **SIZES)
+        served = serving.Replicas(model, drafts=drafts, **SIZES)
         served.warm_up()
         prompts, right = zip(*recorded("deepseek_v3"), strict=True)
         requests = [served.submit(prompt, max_tokens=8, stop=()) for prompt in (*prompts[:4], prompts[0])]
@@ -269,7 +277,8 @@ class TestServing:
     @pytest.mark.ci
     def test_requests_join_while_others_run(self):
         model = models.load(FOLDER / "deepseek_v2_lite", dtype="float32", parallel=divided(2))
-        served = serving.Replicas(model, **SIZES)
+        served = serving.Replicas(model, max_time_between_tokens=1e-9, **SIZES)
+        served.warm_up(wait=False)
         prompts, right = zip(*recorded("deepseek_v2_lite"), strict=True)
         first = served.submit(prompts[0], max_tokens=12, stop=())
 
@@ -288,6 +297,14 @@ class TestServing:
         assert second.generated == right[2][:6]
         assert cancelled.finish_reason == "cancelled"
         assert served.step() == []  # nothing is left
+        join_compilers()
+        assert {*served.engines[1].buckets.ready} == {*served.engines[1].buckets.shapes}
+        # All engines are in every step, and wait together.
+        times, total = [engine.host_time for engine in served.engines], served.stats.host_time
+        assert times[0] == times[1]
+        assert (total.step_ms, total.busy_ms) == (times[0].step_ms, times[0].busy_ms)
+        assert times[0].steps > 12
+        assert 0 < times[0].waited < times[0].seconds
         # After an exception in one engine all are restored: one program steps them, and donates all caches.
         requests = [served.submit(prompts[i], max_tokens=4, stop=()) for i in (1, 2, 0)]
         stream = [*served.step(), *served.step()]

@@ -11,9 +11,13 @@ import pytest
 
 from jaxkv import models, serving
 from jaxkv.offload import HostPool
+from jaxkv.serving import Request
+from jaxkv.serving.table import tables_of
 from models.checkpoints.mtp import FOLDER, with_mtp
 from serving.toy_engines import draw_ready
 from support.cases import further, slow
+from support.recorded import FOLDER as FAMILIES
+from support.recorded import model as recorded_model
 from support.recorded import recorded
 
 BLOCK = 16
@@ -34,8 +38,11 @@ def generate(engine, prompts, count, samplings=None):
     return [request.generated for request in requests]
 
 
-def drafting(model=None, **options):
-    return serving.Engine(model or predictable(), drafts=serving.MTP(2), **SIZES, **options)
+MTP, NGRAM = serving.MTP(2), serving.NGram(2, prompt_lookup_min=1)
+
+
+def drafting(model=None, drafts=MTP, **options):
+    return serving.Engine(model or predictable(), drafts=drafts, **SIZES, **options)
 
 
 @pytest.mark.ci  # the toy models of the other tests draft and verify, too
@@ -47,6 +54,58 @@ def test_tokens_are_the_recorded_ones(tmp_path):
     engine = serving.Engine(model, drafts=serving.MTP(3), **sizes)
     assert generate(engine, prompts, 64) == [*tokens]
     assert 2.8 * engine.acceptance.steps < engine.acceptance.drafted < 3 * engine.acceptance.steps
+
+
+@pytest.mark.parametrize("family", [further("llama"), slow("deepseek_v32")])
+def test_tokens_with_ngrams_are_the_recorded_ones(family):
+    """Prompts in chunks; a single token is searched, so that there are drafts, of which few are right."""
+    prompts, tokens = zip(*recorded(family)[2:4], strict=True)
+    sizes = dict(num_blocks=24, block_size=BLOCK, max_requests=3, chunk=48, max_num_batched_tokens=3 * 4 + 2 * 48)
+    engine = serving.Engine(recorded_model(family), drafts=serving.NGram(3, prompt_lookup_min=1), **sizes)
+    assert generate(engine, prompts, 64) == [*tokens]
+    assert 0 < engine.acceptance.accepted < engine.acceptance.drafted
+
+
+def brute_force(tokens, least, most):
+    """Where the first occurrence ends of the last tokens, of as many as possible."""
+    for count in range(most, least - 1, -1):
+        for start in range(len(tokens) - count):
+            if tokens[start : start + count] == tokens[-count:]:
+                return start + count
+    return 0
+
+
+def test_ngrams_are_found_where_as_many_as_possible_of_the_last_tokens_occur_first():
+    rng, found = np.random.default_rng(0), Counter()
+    for _ in range(3000):
+        # Ids whose bytes also occur across the ends of tokens.
+        ids = [[0, 1, 256, 65536, 257], [7, 8]][rng.integers(2)]
+        request = Request(tuple(rng.choice(ids, rng.integers(1, 9)).tolist()), 99, models.Sampling(), frozenset())
+        least = int(rng.integers(1, 4))
+        ngram = serving.NGram(int(rng.integers(1, 5)), int(rng.integers(least, 6)), least)
+        for _ in range(3):
+            request.tokens.append(int(rng.choice(ids)))
+            drafts, end = ngram.following(request, ()), brute_force(request.tokens, least, ngram.prompt_lookup_max)
+            assert drafts == (request.tokens[end : end + ngram.num_speculative_tokens] if end else [])
+            found[len(drafts)] += 1
+    assert min(found[count] for count in range(5)) > 100, found
+
+
+def test_ngrams_need_numbers_and_a_cache_of_one_table():
+    for wrong in ({"num_speculative_tokens": 0}, {"prompt_lookup_max": 1.5}, {"prompt_lookup_min": -1}):
+        with pytest.raises(ValueError, match=f"`{next(iter(wrong))}` is .*: expected a positive int"):
+            serving.NGram(**wrong)
+    with pytest.raises(ValueError, match="`prompt_lookup_min` is 5: expected at most `prompt_lookup_max`, 4"):
+        serving.NGram(prompt_lookup_min=5)
+    unsupported = {"deepseek_v4", "gpt_oss", "kimi_linear", "qwen3_next"}
+    for folder in sorted(path.parent for path in FAMILIES.glob("*/truth.npz")):
+        described = models.Model({}, models.ModelConfig.read(folder), "bf16")
+        tables = tables_of(described.layout(1), described.usual_block_size)
+        if folder.name in unsupported:
+            with pytest.raises(ValueError, match=r"`drafts` is NGram\(.*: expected one table that keeps all entries"):
+                serving.NGram().check(described, tables)
+        else:
+            serving.NGram().check(described, tables)
 
 
 def toy():
@@ -80,17 +139,22 @@ def predictable():
 SAMPLED = [models.Sampling(0.1, 0.9, seed, top_k=30, min_p=0.01) for seed in range(3)]
 
 
-@pytest.mark.parametrize("samplings", [slow(None), further(SAMPLED)], ids=["greedy", "sampled"])
-def test_accepted_drafts_leave_the_tokens_as_they_are(samplings):
+@pytest.mark.parametrize(
+    ("drafts", "samplings"),
+    [slow(MTP, None), further(MTP, SAMPLED), (NGRAM, None), further(NGRAM, SAMPLED)],
+    ids=["greedy, MTP", "sampled, MTP", "greedy, n-grams", "sampled, n-grams"],
+)
+def test_accepted_drafts_leave_the_tokens_as_they_are(drafts, samplings):
     model = predictable()
     prompts = [[3, 1, 4, 1, 5], [9], list(range(40))]
-    speculative = drafting(model)
+    speculative = drafting(model, drafts)
     found = generate(speculative, prompts, 40, samplings)
     assert found == generate(serving.Engine(model, **SIZES), prompts, 40, samplings)
     acceptance = speculative.acceptance
     assert 0.2 < acceptance.rate < 1, acceptance
-    # The first token of a request is that of the prefill; the last may be computed without drafts.
-    assert 3 * 38 <= acceptance.steps + acceptance.accepted <= 3 * 39
+    # The first token of a request is that of the prefill; the last may be computed without drafts.  There are drafts of
+    # n-grams in some of the steps.
+    assert (3 * 38 if drafts is MTP else 40) <= acceptance.steps + acceptance.accepted <= 3 * 39
 
 
 def test_no_token_follows_a_stop_token_or_the_last_in_the_middle_of_drafts(monkeypatch):
@@ -306,11 +370,12 @@ def test_evicted_blocks_are_loaded_from_host_memory():
     assert_right(engine, first, *others, continued)
 
 
+@pytest.mark.parametrize("drafts", [MTP, NGRAM], ids=["MTP", "n-grams"])
 @pytest.mark.parametrize("seed", [further(n) for n in range(3)])
-def test_any_interleaving_gives_the_tokens_of_requests_alone(seed):
+def test_any_interleaving_gives_the_tokens_of_requests_alone(seed, drafts):
     """Random submissions of prompts that share beginnings, priorities, cancellations and steps, on few blocks."""
     rng = np.random.default_rng(seed)
-    engine = drafting(connectors=[HostPool(predictable().layout(1, BLOCK), 16)])
+    engine = drafting(drafts=drafts, connectors=[HostPool(predictable().layout(1, BLOCK), 16)])
     count, requests = preemptions(engine), []
     for _ in range(300):
         if len(engine.waiting) < 3 and rng.random() < 0.3:

@@ -51,6 +51,24 @@ def test_what_a_request_had_that_was_cancelled_is_found():
     assert serve(served, (*request.tokens, 5)) == len(request.tokens) - 1
 
 
+def test_less_than_a_quarter_of_a_block_is_computed_and_not_copied():
+    served = engine(block_size=8, num_blocks=16)
+    serve(served, LONG, count=1)
+    for length, found in ((1, 0), (2, 2), (9, 8), (10, 10)):
+        # The first requests hold the block, so that it would be copied.
+        held = served.submit(LONG, max_tokens=9)
+        while not held.generated:
+            served.step()
+        before = served.prefix_stats.found
+        branches = served.submit(branch(length), max_tokens=3)
+        list(served.run())
+        assert served.prefix_stats.found - before == found
+        for request in (held, branches):
+            assert request.generated == right(request.prompt, request.max_tokens)
+        served.pool.clear()
+        serve(served, LONG, count=1)
+
+
 def test_a_block_that_is_continued_is_not_kept_twice():
     served, tokens = engine(), LONG[:9]
     for _ in range(5):

@@ -1,8 +1,11 @@
 """The times of requests, how they end, and the numbers of engines."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
+from jaxkv.serving import engine as engine_module
 from jaxkv.serving import request as request_module
 from jaxkv.serving.drafts import AcceptanceStats
 from jaxkv.serving.prefix import PrefixCacheStats
@@ -96,6 +99,24 @@ def test_the_numbers_of_an_engine():
     assert (after.prefix.tokens, after.prefix.found) == (9 + 4 * 6 + 9, 8)
     assert (before.prefix.tokens, during.host_time.steps) == (0, 1)  # earlier numbers stay
     assert all(request.finish_reason == "length" for request in requests)
+
+
+def test_only_the_wait_for_blocks_counts_as_waited_if_there_is_nothing_to_compute(monkeypatch):
+    served, now = engine(), [0.0]
+    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def taking(seconds, method):
+        def call(*args, **kwargs):
+            now[0] += seconds
+            return method(*args, **kwargs)
+
+        return call
+
+    monkeypatch.setattr(served, "schedule", taking(2.0, served.schedule))
+    monkeypatch.setattr(served, "_advance_loads", taking(0.5, served._advance_loads))
+    served.step()
+    # It also looks for loads while it schedules.
+    assert served.host_time == HostTime(steps=1, seconds=3.0, waited=0.5)
 
 
 def test_the_numbers_of_several_engines_are_added():

@@ -12,7 +12,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.models import OneDevice
-from jaxkv.serving import program
+from jaxkv.serving import drafts, program
 
 LAYERS, HIDDEN, HEADS, LATENT, ROPE, VOCAB, LONGEST = 2, 24, 2, 16, 8, 97, 512
 SCALE = 0.5
@@ -37,6 +37,10 @@ class ToyModel:
     @property
     def compiler_options(self):
         return {}
+
+    @property
+    def dtype(self):
+        return np.dtype(np.float32)
 
     def layout(self, num_blocks, block_size, order="BLNHC"):
         entry = jaxkv.MLAEntry("f32", latent=LATENT, rope=ROPE)
@@ -72,11 +76,18 @@ def prompt(length, seed=0):
 
 
 def install(monkeypatch):
-    """Has engines run this model's programs."""
+    """Has engines run this model's programs, also with drafts that the host makes."""
     monkeypatch.setattr(program, "step", step)
+    monkeypatch.setattr(drafts, "hidden_states", hidden_states)
+    monkeypatch.setattr(drafts, "output", lambda model, hidden: hidden @ model.params["head"])
 
 
-def prefill(model, cache, tokens, seq_lens, block_tables, slot_mapping):
+def prefill(model, cache, *batch):
+    cache, x = forward(model, cache, *batch)
+    return cache, x[:, -1] @ model.params["head"]
+
+
+def forward(model, cache, tokens, seq_lens, block_tables, slot_mapping):
     params, (rows, columns) = model.params, tokens.shape
     positions = seq_lens[:, None] - columns + jnp.arange(columns)
     x = params["embedding"][tokens] + params["position"][positions]
@@ -88,7 +99,15 @@ def prefill(model, cache, tokens, seq_lens, block_tables, slot_mapping):
             q[..., :LATENT], q[..., LATENT:], cache, block_tables, seq_lens, layer=layer, scale=SCALE
         )
         x += out.reshape(rows, columns, -1) @ params["output"][layer]
-    return cache, x[:, -1] @ params["head"]
+    return cache, x
+
+
+def hidden_states(model, cache, *batches):
+    found = []
+    for batch in batches:
+        cache, x = forward(model, cache, *batch)
+        found.append(x)
+    return cache, found
 
 
 def step(model, cache, *batches, prefill=prefill):
