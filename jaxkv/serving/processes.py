@@ -37,8 +37,8 @@ class Leader(EngineBase):
       engine: of process 0.
 
     Raises:
-      ValueError: this is not process 0, there is only one, or the engine has connectors or requests.  Connectors are
-        not supported because the processes would have to agree on when each block has arrived.
+      ValueError: this is not process 0, there is only one, or the engine has requests, connectors or a
+        `max_time_between_tokens`.  Processes would have to agree on when a block has arrived, and on times.
     """
 
     def __init__(self, engine: Engine):
@@ -204,5 +204,10 @@ def _check(engine: Engine) -> None:
         raise ValueError("there is one process: expected several, after `jax.distributed.initialize`")
     if engine.tiers.has_connectors:
         raise ValueError("`engine` has connectors: expected none, because processes may get blocks at different steps")
+    if engine.step_times is not None:
+        raise ValueError(
+            "`engine` has a `max_time_between_tokens`: expected none, because processes measure different times and "
+            "would run different programs"
+        )
     if engine.unfinished:
         raise ValueError(f"`engine` has {len(engine.unfinished)} requests that have not ended: expected none")

@@ -95,6 +95,7 @@ def test_an_exception_ends_all(process, monkeypatch):
     ("make", "message"),
     [
         (lambda: engine(connectors=[host_pool()]), "`engine` has connectors: expected none"),
+        (lambda: engine(max_time_between_tokens=0.1), "`engine` has a `max_time_between_tokens`: expected none"),
         (lambda: started(engine()), "`engine` has 1 requests that have not ended: expected none"),
     ],
 )
