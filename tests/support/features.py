@@ -71,8 +71,14 @@ FEATURES = {
             "the content of an entry is contiguous: its stride must be 1",
         ),
         Feature(
-            "blocks of another size in host memory than on the device",
-            "`convert_blocks` and `HostPool` need blocks of the same number of tokens",
+            "payloads of blocks of one size as blocks of another: 16, 32, 48, 64, 128 tokens",
+            "`convert_blocks`",
+            ("tests/ops/test_conversion.py::test_every_size_to_another_and_back",),
+        ),
+        Feature(
+            "payloads of caches that divide heads or tokens over devices, as those of others",
+            "`jaxkv.parallel.convert_blocks`",
+            ("tests/parallel/test_conversion.py::test_every_division_to_another_and_back",),
         ),
     ),
     "Attention": (
