@@ -67,6 +67,11 @@ FEATURES = {
             ),
         ),
         Feature(
+            "caches in the memory of tensors of other libraries, by DLPack",
+            "`KVCache.from_dlpack`",
+            ("tests/layout/test_dlpack.py::test_memory_of_numpy_is_shared",),
+        ),
+        Feature(
             "PagedAttention's keys [B, H, D/x, N, x]",
             "the content of an entry is contiguous: its stride must be 1",
         ),

@@ -202,6 +202,8 @@ parallel.convert_blocks(q, [layout, layout], layout)
 jaxkv.explain("decode_mla", q, q_pe, cache, tables, lengths, layer=0, scale=0.1)
 # attribute: the name of an operation
 jaxkv.decode_mha(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1)
+# argument: a PackedLayout instead of one of its groups
+KVCache.from_dlpack(q, jaxkv.PackedLayout(num_blocks=2, block_size=4, groups={}))
 
 
 # Allocation of blocks.

@@ -38,6 +38,7 @@ assert_type(cache.buffer, jax.Array | tuple[jax.Array, jax.Array])
 assert_type(KVCache((jnp.zeros(9), jnp.zeros(9)), kv_cache.layout), KVCache[KVEntry])
 assert_type(kv_cache.layout.entry, KVEntry)
 assert_type(mixed, KVCache[KVEntry])
+assert_type(KVCache.from_dlpack(np.zeros(9), latents), KVCache[MLAEntry])
 
 
 def layers(cache: KVCache[MLAEntry], layer: jax.Array) -> KVCache[MLAEntry]:
