@@ -2,22 +2,47 @@
 engines.
 """
 
+from functools import partial
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import KVCache
 from jaxkv.checks import check_cache, check_one_buffer
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
-from jaxkv.ops.blocks import read_blocks, write_blocks
+from jaxkv.ops.blocks import Conversion, read_blocks, write_blocks
 from jaxkv_kernels.formats.entries import Entry
 
 Layout = CacheLayout | PackedLayout
 
-read_rows = jax.jit(read_blocks, static_argnames="implementation")
-"""`read_blocks`, compiled."""
-write_rows = jax.jit(write_blocks, static_argnames="implementation", donate_argnames="cache")
-"""`write_blocks`, compiled; the cache is donated."""
+
+@partial(jax.jit, static_argnames=("conversion", "implementation"))
+def read_rows(
+    cache: KVCache, units: jax.Array | np.ndarray, *, conversion: Conversion | None, implementation
+) -> jax.Array:
+    """Blocks of a pool, as rows [n, E].
+
+    `units` int32 [n, units per block of the pool] says where the tokens of each are in the cache, as `Conversion.read`
+    counts units of tokens.  Without a conversion, a unit is a block of both.
+    """
+    units = jnp.asarray(units)
+    if conversion is None:
+        return read_blocks(cache, units[:, 0], implementation=implementation)
+    return conversion.read(cache, units)
+
+
+@partial(jax.jit, static_argnames=("conversion", "implementation"), donate_argnames="cache")
+def write_rows[E: Entry](
+    cache: KVCache[E], units: jax.Array | np.ndarray, rows: jax.Array, *, conversion: Conversion | None, implementation
+) -> KVCache[E]:
+    """The cache, which is donated, with rows of `read_rows` stored; units outside the cache are skipped."""
+    units = jnp.asarray(units)
+    if conversion is None:
+        return write_blocks(cache, units[:, 0], rows, implementation=implementation)
+    return conversion.write(cache, units, rows)
+
 
 HostArray = jax.Array | np.ndarray
 """An array in pinned memory, which devices access directly; a NumPy array if a device has no pinned memory."""
@@ -43,14 +68,42 @@ def row_of(layout: Layout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((group.pages.block_elements,), group.dtype)
 
 
+def conversion_between(cache_layout: Layout, layout: Layout) -> Conversion | None:
+    """How blocks of caches of `cache_layout` become those of a pool of `layout`; None if they are the same.
+
+    ValueError if they cannot, or have several tables: the key of a block does not say to which table it belongs.
+    """
+    if not isinstance(cache_layout, CacheLayout | PackedLayout):
+        raise ValueError(f"`cache_layout` is {cache_layout!r}: expected a CacheLayout or a PackedLayout")
+    if cache_layout.fingerprint == layout.fingerprint:
+        return None
+    tables = [*cache_layout.tables] if isinstance(cache_layout, PackedLayout) else [""]
+    if len(tables) > 1:
+        raise ValueError(
+            f"`cache_layout` has the tables {', '.join(map(repr, tables))} and other blocks than `layout`: expected "
+            "the same blocks in both, because the key of a block does not say to which table it belongs"
+        )
+    for name, groups in (("cache_layout", cache_layout), ("layout", layout)):
+        check_one_buffer(name, next(iter(groups.values())) if isinstance(groups, PackedLayout) else groups)
+        if isinstance(groups, CacheLayout) and groups.packed is not None:
+            raise ValueError(
+                f"`{name}` is one of several groups of a PackedLayout: expected the PackedLayout, because blocks are "
+                "stored with all groups"
+            )
+    return Conversion.of(cache_layout, layout, None, names=("cache_layout", "layout"))
+
+
 def check_exchange(cache: KVCache, layout: Layout) -> None:
-    """ValueError unless `cache` has blocks of `layout`.  If `layout` is packed, `cache` may be a view of any group."""
+    """ValueError unless `cache` has blocks of `layout`, that of the caches of a pool.
+
+    If `layout` is packed, `cache` may be a view of any group.
+    """
     check_cache(cache, Entry)
     check_one_buffer("cache", cache.layout)
     if cache.layout.fingerprint != layout.fingerprint:
         raise ValueError(
-            "`cache` has other blocks than the pool: make another pool, or convert them with `jaxkv.convert_blocks`\n"
-            f"the cache has\n{cache.layout}\nthe pool stores\n{layout}"
+            "`cache` has other blocks than the pool is for: make another pool, or one that converts them "
+            f"(`cache_layout`)\nthe cache has\n{cache.layout}\nthe pool is for caches of\n{layout}"
         )
 
 

@@ -19,7 +19,7 @@ from jaxkv.layout.packed import PackedLayout, Table
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import array
 from jaxkv_kernels import calls
-from jaxkv_kernels.addressing import Pages, entry_runs, read_entries, write_entries
+from jaxkv_kernels.addressing import Pages, entry_runs, one_array, read_entries, write_entries
 from jaxkv_kernels.formats.bits import view_as
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
@@ -190,23 +190,32 @@ class Conversion:
     dst_shards: TokenShards = UNDIVIDED
 
     @staticmethod
-    def of(src, dst, table: str | None, *, free: tuple[str, ...] = ("block_size",)) -> "Conversion":
+    def of(
+        src,
+        dst,
+        table: str | None,
+        *,
+        free: tuple[str, ...] = ("block_size",),
+        names: tuple[str, str] = ("src", "dst"),
+    ) -> "Conversion":
         """The conversion between two layouts, which may differ in `free`; tokens and heads are those of one device.
 
         ValueError if the layouts differ in what they store, or `table` is not the name of one of their tables.
+        Messages call the layouts `names`.
         """
-        groups = _groups(src=src, dst=dst)
+        layouts = dict(zip(names, (src, dst), strict=True))
+        groups = _groups(**layouts)
         tables, sizes = (_tables(layout) for layout in (src, dst))
         if table is None and len(tables) == 1:
             (table,) = tables
-        check_same_groups(groups, {"src": src, "dst": dst}, free=free, table=table)
+        check_same_groups(groups, layouts, free=free, table=table)
         if table not in tables:
             raise ValueError(
                 f"`table` is {table!r}: expected one of {', '.join(map(repr, tables))}, the table of these blocks"
             )
-        names = tables[table].groups
-        rates = tuple(src.groups[name].rate if isinstance(src, PackedLayout) else 1 for name in names)
-        pairs = tuple(groups[name] for name in names)
+        members = tables[table].groups
+        rates = tuple(src.groups[name].rate if isinstance(src, PackedLayout) else 1 for name in members)
+        pairs = tuple(groups[name] for name in members)
         return Conversion(pairs, rates, tables[table].block_size, sizes[table].block_size)
 
     @property
@@ -248,42 +257,109 @@ class Conversion:
     def _move(self, rows: jax.Array, out: jax.Array, old: CacheLayout, new: CacheLayout, count: int) -> jax.Array:
         """`out` with the first `count` entries of each layer and head of a group."""
         heads = rows.shape[0] // self.src_shards.num_shards * old.num_heads
-        # Runs of consecutive entries that no block divides, so that the order is about that in memory on both sides.
         whole = self.src_shards == self.dst_shards == UNDIVIDED
         unit = gcd(old.block_size, new.block_size) if whole else 1
-        axes = (-(-count // unit), old.num_layers, heads, unit)
-        grid = jnp.meshgrid(*(jnp.arange(n, dtype=jnp.int32) for n in axes), indexing="ij")
-        source, target = _place(rows, old, self.src_shards, *grid), _place(out, new, self.dst_shards, *grid)
+        grid = _grid(jnp.arange(-(-count // unit), dtype=jnp.int32), old, heads, unit)
+        source = _place(old, self.src_shards, rows.shape[:2], *grid)
+        target = _place(new, self.dst_shards, out.shape[:2], *grid)
         entries = [read_entries(rows.reshape(-1), pages, **source) for pages in _runs_in_rows(rows, old)]
-        if len(old.pages.parts) != len(new.pages.parts):
-            entries = _divided(old.entry, entries)
         keep = jnp.array(True) if count % unit == 0 else grid[0] * unit + grid[-1] < count
         flat = out.reshape(-1)
-        for entry, pages in zip(entries, _runs_in_rows(out, new), strict=True):
-            flat = write_entries(flat, pages, view_as(entry, _bits(new)), keep, **target)
+        for entry, pages in zip(_as_stored(old, new, entries), _runs_in_rows(out, new), strict=True):
+            flat = write_entries(flat, pages, entry, keep, **target)
         return flat.reshape(out.shape)
 
+    @property
+    def units_of_row(self) -> int:
+        """The units of a row of the target; a unit has as many tokens as divide the blocks of both layouts."""
+        return self.dst_size // gcd(self.src_size, self.dst_size)
 
-def _place(rows: jax.Array, layout: CacheLayout, shards: TokenShards, run, layer, head, within) -> dict[str, jax.Array]:
-    """Where entries lie in rows [devices, n, E], seen as a buffer of blocks.
+    @property
+    def units_of_block(self) -> int:
+        """The units of a block of the source."""
+        return self.src_size // gcd(self.src_size, self.dst_size)
 
-    Entry number `within` of run number `run` of entries belongs to a head, counted over all devices.  All arguments but
-    the first three are int32 arrays [runs, layers, heads, entries per run].  Runs do not cross the ends of blocks.
+    def read(self, cache: KVCache, units: jax.Array) -> jax.Array:
+        """Blocks of the target's layout from a cache of the source's: [n, E], 0 where a unit is not in the cache.
+
+        `units` int32 [n, units_of_row] says where the tokens of each row are in the cache: unit u of block b, counted
+        in units, is b * units_of_block + u.
+        """
+        buffer, target = one_array(cache.buffer), self.pairs[0][1]
+        out = jnp.zeros((1, len(units), target.pages.block_elements), _bits(target))
+        for old, new in self.pairs:
+            in_cache, in_rows, keep = self._units(units, old, new)
+            runs = entry_runs(old.pages, old.entry, old.itemsize)
+            entries = [view_as(read_entries(buffer, pages, **in_cache), _bits(old)) for pages in runs]
+            flat = out.reshape(-1)
+            for entry, pages in zip(_as_stored(old, new, entries), _runs_in_rows(out, new), strict=True):
+                flat = write_entries(flat, pages, entry, keep, **in_rows)
+            out = flat.reshape(out.shape)
+        return view_as(lax.optimization_barrier(out[0]), target.dtype)
+
+    def write[E: Entry](self, cache: KVCache[E], units: jax.Array, rows: jax.Array) -> KVCache[E]:
+        """The cache with rows [n, E] of the target's layout stored at `units`, as `read` finds them.
+
+        Units outside the cache are skipped, and all bytes but those of the entries keep their contents.
+        """
+        buffer, target = one_array(cache.buffer), self.pairs[0][1]
+        rows = view_as(rows, _bits(target))[None]
+        for old, new in self.pairs:
+            in_cache, in_rows, keep = self._units(units, old, new)
+            entries = [read_entries(rows.reshape(-1), pages, **in_rows) for pages in _runs_in_rows(rows, new)]
+            runs = entry_runs(old.pages, old.entry, old.itemsize)
+            for entry, pages in zip(_as_stored(new, old, entries), runs, strict=True):
+                buffer = write_entries(buffer, pages, view_as(entry, old.dtype), keep, **in_cache)
+        return KVCache(buffer, cache.layout)
+
+    def _units(self, units: jax.Array, old: CacheLayout, new: CacheLayout):
+        """Where the entries of a group lie in the cache and in rows, and whether they are in the cache."""
+        unit = gcd(old.block_size, new.block_size)
+        runs, *rest = _grid(jnp.arange(units.size, dtype=jnp.int32), old, old.num_heads, unit)
+        places = jnp.broadcast_to(units.reshape(-1, 1, 1, 1), runs.shape)
+        keep = (places >= 0) & (places < old.num_blocks * self.units_of_block)
+        in_cache = _place(old, UNDIVIDED, (1, old.num_blocks), jnp.where(keep, places, 0), *rest)
+        return in_cache, _place(new, UNDIVIDED, (1, len(units)), runs, *rest), keep
+
+
+def _grid(runs: jax.Array, layout: CacheLayout, heads: int, unit: int) -> tuple[jax.Array, ...]:
+    """The numbers of runs, layers, heads, and entries within a run of `unit`: int32 [runs, layers, heads, unit] each.
+
+    No block divides a run, so that the order of entries is about that in memory.
     """
-    index = {"layer": layer, "head": head}
+    rest = (jnp.arange(n, dtype=jnp.int32) for n in (layout.num_layers, heads, unit))
+    return tuple(jnp.meshgrid(runs, *rest, indexing="ij"))
+
+
+def _place(
+    layout: CacheLayout, shards: TokenShards, counts: tuple[int, ...], run, layer, head, within
+) -> dict[str, jax.Array]:
+    """Where entries lie in the blocks of all devices; `counts` are the devices, and the blocks of each.
+
+    Entry number `within` of run number `run` of the entries of a prompt belongs to a head, counted over all devices.
+    The arrays are those of `_grid`.
+    """
+    (devices, blocks), index, unit = counts, {"layer": layer, "head": head}, run.shape[-1]
     if shards == UNDIVIDED:
-        runs_of_block = layout.block_size // run.shape[-1]
+        runs_of_block = layout.block_size // unit
         block, token = (run, within) if runs_of_block == 1 else divmod(run, runs_of_block)
         if runs_of_block > 1:
-            token = token * run.shape[-1] + within
+            token = token * unit + within
     else:
-        device, slot = shards.place(run)
+        shard, slot = shards.place(run)  # runs of one entry
         block, token = divmod(slot, layout.block_size)
-        block = device * rows.shape[1] + block
-    if rows.shape[0] > shards.num_shards:
+        block = shard * blocks + block
+    if devices > shards.num_shards:
         part, index["head"] = divmod(head, layout.num_heads)
-        block = part * (shards.num_shards * rows.shape[1]) + block
+        block = part * (shards.num_shards * blocks) + block
     return {**index, "block": block, "token": token}
+
+
+def _as_stored(old: CacheLayout, new: CacheLayout, entries: list[jax.Array]) -> list[jax.Array]:
+    """What the runs of `old` store, as the runs of `new` store it, in unsigned integers as wide as new's elements."""
+    if len(old.pages.parts) != len(new.pages.parts):
+        entries = _divided(old.entry, entries)
+    return [view_as(entry, _bits(new)) for entry in entries]
 
 
 def _bits(layout: CacheLayout):

@@ -32,6 +32,11 @@ class Tiers:
         if not isinstance(self._pool, HostPool):
             found = type(self._pool).__name__
             raise ValueError(f"`offload` is a {found}: expected a HostPool (pass a DiskPool as its `disk`)")
+        if self._pool.cache_layout.fingerprint == layout.fingerprint != self._pool.layout.fingerprint:
+            raise ValueError(
+                f"`offload` stores other blocks than the engine has, by keys of their own\n{self._pool.layout}\n"
+                f"expected a pool without `cache_layout`, as the engine has only the keys of its own blocks\n{layout}"
+            )
         if self._pool.layout.fingerprint != layout.fingerprint:
             raise ValueError(
                 f"`offload` is a pool of other blocks\n{self._pool.layout}\nexpected those of `model.layout` with the "

@@ -9,7 +9,7 @@ from support.emitters import DEFAULT_EMITTERS
 
 _write_rows = jax.jit(
     transfers.write_rows.__wrapped__,
-    static_argnames="implementation",
+    static_argnames=("conversion", "implementation"),
     donate_argnames="cache",
     compiler_options=DEFAULT_EMITTERS,
 )

@@ -276,7 +276,7 @@ def test_after_the_warm_up_nothing_is_compiled(compiled, monkeypatch):
     serve(served, prompt(9, 2))  # while others are compiled
     join_compilers()
     assert served.buckets.ready == {*served.buckets.shapes}
-    assert {"jit(run_layers)", "jit(read_blocks)", "jit(write_blocks)"} <= set(compiled)
+    assert {"jit(run_layers)", "jit(read_rows)", "jit(write_rows)"} <= set(compiled)
     compiled.clear()
     for seed in (0, 1, 0):
         serve(served, prompt(29, seed), count=20)
@@ -299,6 +299,13 @@ def test_models_of_one_layout_do_not_find_each_others_blocks():
 def test_blocks_of_another_layout_are_rejected():
     with pytest.raises(ValueError, match="`offload` is a pool of other blocks\n"):
         engine(offload=host_pool(order="LBNHC"), order="BHLNC", block_size=8)
+
+
+def test_a_pool_that_converts_blocks_is_rejected():
+    """Its keys are those of its own blocks, which the engine does not have."""
+    layout, stored = (MODEL.layout(1, size) for size in (BLOCK, 3 * BLOCK))
+    with pytest.raises(ValueError, match="`offload` stores other blocks than the engine has, by keys of their own"):
+        engine(offload=HostPool(stored, 2, cache_layout=layout))
 
 
 def test_the_pool_finds_what_was_named_until_its_room_is_needed():

@@ -81,6 +81,14 @@ FEATURES = {
             ("tests/ops/test_conversion.py::test_every_size_to_another_and_back",),
         ),
         Feature(
+            "blocks of another size in host memory and on disk than on the device",
+            "`offload.HostPool(cache_layout=)`",
+            (
+                "tests/offload/test_offload_sizes.py::test_blocks_of_another_size",
+                "tests/offload/test_offload_sizes.py::test_caches_of_two_sizes_share_a_folder",
+            ),
+        ),
+        Feature(
             "payloads of caches that divide heads or tokens over devices, as those of others",
             "`jaxkv.parallel.convert_blocks`",
             ("tests/parallel/test_conversion.py::test_every_division_to_another_and_back",),
