@@ -383,11 +383,15 @@ class HostPool:
 
     def _read_rows(self, cache: KVCache, units: np.ndarray) -> jax.Array:
         """Blocks of the pool from units of the cache, int32 [n, units of a block]: rows [n, E]."""
-        return read_rows(cache, units, conversion=self._conversion, implementation=self._implementation)
+        if self._conversion is None:
+            return read_rows(cache, units[:, 0], implementation=self._implementation)
+        return transfers.read_converted(self._conversion, cache, units)
 
     def _write_rows(self, cache: KVCache, units: np.ndarray, rows: jax.Array) -> KVCache:
         """The cache, which is donated, with blocks of the pool stored at units [n, units of a block]."""
-        return write_rows(cache, units, rows, conversion=self._conversion, implementation=self._implementation)
+        if self._conversion is None:
+            return write_rows(cache, units[:, 0], rows, implementation=self._implementation)
+        return transfers.write_converted(self._conversion, cache, units, rows)
 
     def hold(self, keys: Iterable[bytes]) -> None:
         """Prevents the eviction of blocks until they are released as often as held.

@@ -2,10 +2,7 @@
 engines.
 """
 
-from functools import partial
-
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import KVCache
@@ -17,32 +14,14 @@ from jaxkv_kernels.formats.entries import Entry
 
 Layout = CacheLayout | PackedLayout
 
-
-@partial(jax.jit, static_argnames=("conversion", "implementation"))
-def read_rows(
-    cache: KVCache, units: jax.Array | np.ndarray, *, conversion: Conversion | None, implementation
-) -> jax.Array:
-    """Blocks of a pool, as rows [n, E].
-
-    `units` int32 [n, units per block of the pool] says where the tokens of each are in the cache, as `Conversion.read`
-    counts units of tokens.  Without a conversion, a unit is a block of both.
-    """
-    units = jnp.asarray(units)
-    if conversion is None:
-        return read_blocks(cache, units[:, 0], implementation=implementation)
-    return conversion.read(cache, units)
-
-
-@partial(jax.jit, static_argnames=("conversion", "implementation"), donate_argnames="cache")
-def write_rows[E: Entry](
-    cache: KVCache[E], units: jax.Array | np.ndarray, rows: jax.Array, *, conversion: Conversion | None, implementation
-) -> KVCache[E]:
-    """The cache, which is donated, with rows of `read_rows` stored; units outside the cache are skipped."""
-    units = jnp.asarray(units)
-    if conversion is None:
-        return write_blocks(cache, units[:, 0], rows, implementation=implementation)
-    return conversion.write(cache, units, rows)
-
+read_rows = jax.jit(read_blocks, static_argnames="implementation")
+"""`read_blocks`, compiled."""
+write_rows = jax.jit(write_blocks, static_argnames="implementation", donate_argnames="cache")
+"""`write_blocks`, compiled; the cache is donated."""
+read_converted = jax.jit(Conversion.read, static_argnames="self")
+"""`Conversion.read`, compiled: blocks of another size, order or dtype than those of the cache."""
+write_converted = jax.jit(Conversion.write, static_argnames="self", donate_argnames="cache")
+"""`Conversion.write`, compiled; the cache is donated."""
 
 HostArray = jax.Array | np.ndarray
 """An array in pinned memory, which devices access directly; a NumPy array if a device has no pinned memory."""

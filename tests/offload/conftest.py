@@ -9,7 +9,13 @@ from support.emitters import DEFAULT_EMITTERS
 
 _write_rows = jax.jit(
     transfers.write_rows.__wrapped__,
-    static_argnames=("conversion", "implementation"),
+    static_argnames="implementation",
+    donate_argnames="cache",
+    compiler_options=DEFAULT_EMITTERS,
+)
+_write_converted = jax.jit(
+    transfers.write_converted.__wrapped__,
+    static_argnames="self",
     donate_argnames="cache",
     compiler_options=DEFAULT_EMITTERS,
 )
@@ -20,6 +26,7 @@ def _all_bits_are_kept(monkeypatch):
     """The tests compare blocks of random bytes, signalling NaNs among them."""
     monkeypatch.setattr(transfers, "write_rows", _write_rows)
     monkeypatch.setattr(host, "write_rows", _write_rows)
+    monkeypatch.setattr(transfers, "write_converted", _write_converted)
 
 
 @pytest.fixture

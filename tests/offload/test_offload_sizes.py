@@ -166,12 +166,12 @@ def test_few_programs_serve_all_numbers_of_blocks():
     layout, cache_layout = layout_of(48), layout_of(16)
     pool = offload.HostPool(layout, 16, cache_layout=cache_layout)
     cache = pool.warm_up(on_device(cache_layout, noise(cache_layout, 1)))
-    before = [program._cache_size() for program in (transfers.read_rows, transfers.write_rows)]
+    before = [program._cache_size() for program in (transfers.read_converted, transfers.write_converted)]
     for count in range(1, 7):
         keys = [f"{count} {n}".encode() for n in range(count)]
         pool.store(cache, range(3 * count), keys)
         cache = pool.load(cache, range(3 * count), keys)
-    assert [program._cache_size() for program in (transfers.read_rows, transfers.write_rows)] == before
+    assert [program._cache_size() for program in (transfers.read_converted, transfers.write_converted)] == before
 
 
 STATE = jaxkv.StateEntry({"sums": ((3,), "float32")})

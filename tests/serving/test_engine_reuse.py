@@ -276,7 +276,7 @@ def test_after_the_warm_up_nothing_is_compiled(compiled, monkeypatch):
     serve(served, prompt(9, 2))  # while others are compiled
     join_compilers()
     assert served.buckets.ready == {*served.buckets.shapes}
-    assert {"jit(run_layers)", "jit(read_rows)", "jit(write_rows)"} <= set(compiled)
+    assert {"jit(run_layers)", "jit(read_blocks)", "jit(write_blocks)"} <= set(compiled)
     compiled.clear()
     for seed in (0, 1, 0):
         serve(served, prompt(29, seed), count=20)
