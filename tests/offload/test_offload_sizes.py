@@ -145,8 +145,9 @@ def test_eviction_and_holds():
 
 
 def test_a_load_in_the_background():
-    layout, cache_layout = layout_of(48), layout_of(16)
-    pool = offload.HostPool(layout, 8, cache_layout=cache_layout)
+    # A block before the first one of a head would be the last one of the head before.
+    layout, cache_layout = layout_of(48), layout_of(16, order="LHBNC")
+    pool = offload.HostPool(layout, 32, cache_layout=cache_layout)  # transfers the first two blocks as one array
     source, target = noise(cache_layout, 1), noise(cache_layout, 2)
     keys = keys_of(layout, PROMPT)
     pool.store(on_device(cache_layout, source), range(9), keys)
@@ -172,6 +173,20 @@ def test_few_programs_serve_all_numbers_of_blocks():
         pool.store(cache, range(3 * count), keys)
         cache = pool.load(cache, range(3 * count), keys)
     assert [program._cache_size() for program in (transfers.read_converted, transfers.write_converted)] == before
+
+
+@pytest.mark.parametrize("order", ["BLNHC", "LBHNC"])
+def test_the_cache_is_updated_in_place(order):
+    """What the programs of stores and loads need beside the cache is about as large as the blocks that they move."""
+    cache_layout, layout = layout_of(16, order=order, tokens=16 * 4000), layout_of(48)
+    conversion = transfers.conversion_between(cache_layout, layout)
+    cache = jax.eval_shape(lambda: jaxkv.KVCache.zeros(cache_layout))
+    units = jax.ShapeDtypeStruct((2, 3), jnp.int32)
+    rows = jax.ShapeDtypeStruct((2, layout.pages.block_elements), layout.dtype)
+    for program, given in ((transfers.read_converted, (units,)), (transfers.write_converted, (units, rows))):
+        needed = program.lower(conversion, cache, *given).compile().memory_analysis()
+        assert needed.temp_size_in_bytes < cache_layout.nbytes / 50
+    assert needed.alias_size_in_bytes == cache_layout.nbytes
 
 
 STATE = jaxkv.StateEntry({"sums": ((3,), "float32")})

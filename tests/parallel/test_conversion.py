@@ -126,6 +126,13 @@ def test_all_tokens_by_default():
     assert (found == 1).all()
 
 
+def test_every_device_has_the_rows_that_device_0_needs():
+    dst = layout(shards=jaxkv.TokenShards(2, 6))
+    for tokens, rows in ((4, 1), (5, 2), (6, 2), (12, 2), (14, 2), (15, 3)):
+        run = partial(convert_divided, src=layout(), dst=dst, num_tokens=tokens)
+        assert jax.eval_shape(run, rows_of(layout(), 1, 4)).shape[:2] == (2, rows)
+
+
 def test_arrays_in_a_list():
     src, dst = layout(num_heads=2), layout(num_heads=4)
     rows = rows_of(src, 2, 3, jnp.arange(6.0).reshape(2, 3, 1))
