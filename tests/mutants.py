@@ -194,8 +194,8 @@ MUTANTS = {
         Mutant(
             "units before the first block are written",
             BLOCKS,
-            "keep = (places >= 0) & (places < old.num_blocks * self.units_of_block)",
-            "keep = places < old.num_blocks * self.units_of_block",
+            "keep = (places >= 0) & (places < count * self.units_of_block)",
+            "keep = places < count * self.units_of_block",
             OTHER_SIZES,
         ),
         Mutant(

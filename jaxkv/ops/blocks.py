@@ -288,8 +288,8 @@ class Conversion:
         buffer, target = one_array(cache.buffer), self.pairs[0][1]
         out = jnp.zeros((1, len(units), target.pages.block_elements), _bits(target))
         for old, new in self.pairs:
-            in_cache, in_rows, keep = self._units(units, old, new)
-            runs = entry_runs(old.pages, old.entry, old.itemsize)
+            in_cache, in_rows, keep = self._units(cache, units, old, new)
+            runs = entry_runs(self._pages(cache, old), old.entry, old.itemsize)
             entries = [view_as(read_entries(buffer, pages, **in_cache), _bits(old)) for pages in runs]
             flat = out.reshape(-1)
             for entry, pages in zip(_as_stored(old, new, entries), _runs_in_rows(out, new), strict=True):
@@ -305,20 +305,27 @@ class Conversion:
         buffer, target = one_array(cache.buffer), self.pairs[0][1]
         rows = view_as(rows, _bits(target))[None]
         for old, new in self.pairs:
-            in_cache, in_rows, keep = self._units(units, old, new)
+            in_cache, in_rows, keep = self._units(cache, units, old, new)
             entries = [read_entries(rows.reshape(-1), pages, **in_rows) for pages in _runs_in_rows(rows, new)]
-            runs = entry_runs(old.pages, old.entry, old.itemsize)
+            runs = entry_runs(self._pages(cache, old), old.entry, old.itemsize)
             for entry, pages in zip(_as_stored(new, old, entries), runs, strict=True):
                 buffer = write_entries(buffer, pages, view_as(entry, old.dtype), keep, **in_cache)
         return KVCache(buffer, cache.layout)
 
-    def _units(self, units: jax.Array, old: CacheLayout, new: CacheLayout):
+    def _pages(self, cache: KVCache, old: CacheLayout) -> Pages:
+        """The addresses of a group in a cache, whose number of blocks `old` need not have."""
+        if cache.layout.packed is None:
+            return cache.layout.pages  # in layer-major orders, other strides depend on that number
+        return replace(old.pages, num_blocks=cache.layout.num_blocks, size=cache.layout.size)
+
+    def _units(self, cache: KVCache, units: jax.Array, old: CacheLayout, new: CacheLayout):
         """Where the entries of a group lie in the cache and in rows, and whether they are in the cache."""
         unit = gcd(old.block_size, new.block_size)
         runs, *rest = _grid(jnp.arange(units.size, dtype=jnp.int32), old, old.num_heads, unit)
         places = jnp.broadcast_to(units.reshape(-1, 1, 1, 1), runs.shape)
-        keep = (places >= 0) & (places < old.num_blocks * self.units_of_block)
-        in_cache = _place(old, UNDIVIDED, (1, old.num_blocks), jnp.where(keep, places, 0), *rest)
+        count = cache.layout.num_blocks
+        keep = (places >= 0) & (places < count * self.units_of_block)
+        in_cache = _place(old, UNDIVIDED, (1, count), jnp.where(keep, places, 0), *rest)
         return in_cache, _place(new, UNDIVIDED, (1, len(units)), runs, *rest), keep
 
 

@@ -22,9 +22,9 @@ PROMPT = 150
 SIZES = [(48, 16), (16, 48), *(further(*sizes) for sizes in [(32, 48), (48, 32), (128, 16), (16, 128), (64, 64)])]
 
 
-def layout_of(block_size, *, order="BLNHC", entry=KV, tokens=2 * PROMPT, **options):
+def layout_of(block_size, *, order="BLNHC", entry=KV, tokens=2 * PROMPT, blocks=None, **options):
     heads = {} if entry.one_head else {"num_heads": 2}
-    blocks = -(-tokens // block_size) + 1
+    blocks = blocks or -(-tokens // block_size) + 1
     return jaxkv.CacheLayout(
         num_layers=2, num_blocks=blocks, block_size=block_size, entry=entry, order=order, **heads, **options
     )
@@ -55,9 +55,11 @@ def replaced(layout, buffer, blocks, entries):
     return after
 
 
-def check(storing, loading):
-    """A prompt is stored by one pool and loaded by another, or the same: every bit of it, and no other."""
-    first, second = storing.cache_layout, loading.cache_layout
+def check(storing, loading, first, second):
+    """A prompt is stored by one pool and loaded by another, or the same: every bit of it, and no other.
+
+    `first` and `second` are the layouts of the caches.
+    """
     keys = keys_of(storing.layout, PROMPT)
     tokens = len(keys) * storing.layout.block_size
     (blocks, _), (_, others) = needed(first, tokens), needed(second, tokens)
@@ -75,16 +77,19 @@ def check(storing, loading):
 
 @pytest.mark.parametrize(("own", "theirs"), SIZES)
 def test_blocks_of_another_size(own, theirs):
-    layout, cache_layout = layout_of(own, order="BLHNC"), layout_of(theirs, order="LBNHC", block_padding=8)
-    pool = offload.HostPool(layout, 16, cache_layout=cache_layout)
-    check(pool, pool)
+    """Pools are made of layouts of any number of blocks."""
+    layout, cache_layout = layout_of(own, order="BLHNC", tokens=1), layout_of(theirs, order="LBNHC")
+    of_one_block = layout_of(theirs, order="LBNHC", blocks=1)
+    pool = offload.HostPool(layout, 16, cache_layout=of_one_block)
+    check(pool, pool, cache_layout, cache_layout)
 
 
 def test_caches_of_two_sizes_share_a_folder(tmp_path):
     """A pool on disk of blocks of 48 tokens, written from a cache with blocks of 16, read by one with blocks of 32."""
     layout, disk = layout_of(48), offload.DiskPool(tmp_path, layout_of(48), model="m")
-    storing, loading = (offload.HostPool(layout, 8, cache_layout=layout_of(size), disk=disk) for size in (16, 32))
-    check(storing, loading)
+    caches = [layout_of(size) for size in (16, 32)]
+    storing, loading = (offload.HostPool(layout, 8, cache_layout=own, disk=disk) for own in caches)
+    check(storing, loading, *caches)
     assert loading.stats.read == len(keys_of(layout, PROMPT))
 
 
@@ -99,14 +104,14 @@ def test_the_rest_of_a_last_block_keeps_its_contents():
     assert_same_bits(to_bytes(cache), replaced(cache_layout, target, [5], entries))
 
 
-def packed(block_size, **options):
+def packed(block_size, num_blocks=12, **options):
     groups = {"latent": jaxkv.Group(2, scenes.MLA_ENTRIES[0]), "keys": jaxkv.Group(1, scenes.INDEXER_ENTRY)}
-    return jaxkv.PackedLayout(num_blocks=12, block_size=block_size, groups=groups, **options)
+    return jaxkv.PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, **options)
 
 
 def test_all_groups_of_a_packed_block():
     layout, cache_layout = packed(12), packed(8, order="BHLNC")
-    pool = offload.HostPool(layout, 8, cache_layout=cache_layout)
+    pool = offload.HostPool(layout, 8, cache_layout=packed(8, 1, order="BHLNC"))
     first = cache_layout["latent"]
     source = noise(first, 1)
     keys = keys_of_packed(layout, 12, 24)
