@@ -85,6 +85,10 @@ STEPS, BOUND = ("tests/serving/test_engine_steps.py",), ("tests/serving/test_ste
 INTERRUPTED, LOADS = ("tests/serving/test_interrupted.py",), ("tests/serving/test_engine_loads.py",)
 TABLES = ("tests/serving/test_tables.py", "tests/serving/test_engine_tables.py")
 KEYS = ("tests/offload/test_offload.py",)
+BLOCKS, LAYOUTS, DLPACK = "jaxkv/ops/blocks.py", "jaxkv/layout/layout.py", "jaxkv/dlpack.py"
+SIZES = ("tests/ops/test_conversion.py::test_every_size_to_another_and_back",)
+DIVISIONS = ("tests/parallel/test_conversion.py::test_every_division_to_another_and_back",)
+OTHER_SIZES, FOREIGN = ("tests/offload/test_offload_sizes.py",), ("tests/layout/test_dlpack.py",)
 
 MUTANTS = {
     "addressing": (
@@ -150,6 +154,71 @@ MUTANTS = {
             "+= -(-layout.strides.block // unit) * unit",
             "+= layout.strides.block // unit * unit",
             PACKED_TESTS,
+        ),
+    ),
+    "conversions": (
+        Mutant(
+            "entries after the last token are converted",
+            BLOCKS,
+            "keep = jnp.array(True) if count % unit == 0 else grid[0] * unit + grid[-1] < count",
+            "keep = jnp.array(True)",
+            SIZES,
+        ),
+        Mutant(
+            "every run begins a block",
+            BLOCKS,
+            "token = token * unit + within",
+            "token = within",
+            SIZES,
+        ),
+        Mutant(
+            "devices that divide heads come after those that divide tokens",
+            BLOCKS,
+            "block = part * (shards.num_shards * blocks) + block",
+            "block = part * blocks + block",
+            DIVISIONS,
+        ),
+        Mutant(
+            "tokens are divided by 1",
+            LAYOUTS,
+            "return tokens // self.interleave % self.num_shards, index",
+            "return tokens % self.num_shards, index",
+            DIVISIONS,
+        ),
+        Mutant(
+            "rows are as many as the average share needs",
+            LAYOUTS,
+            "return rounds * self.interleave + min(rest, self.interleave)",
+            "return rounds * self.interleave + rest // self.num_shards",
+            ("tests/parallel/test_conversion.py::test_every_device_has_the_rows_that_device_0_needs",),
+        ),
+        Mutant(
+            "units before the first block are written",
+            BLOCKS,
+            "keep = (places >= 0) & (places < count * self.units_of_block)",
+            "keep = places < count * self.units_of_block",
+            OTHER_SIZES,
+        ),
+        Mutant(
+            "a block of the pool is where the first unit of its block of the cache is",
+            HOST,
+            "units[n * self._units : (n + 1) * self._units]",
+            "units[n : n + self._units]",
+            OTHER_SIZES,
+        ),
+        Mutant(
+            "transposed tensors are contiguous",
+            DLPACK,
+            "all(count == 1 or stride == own for count, stride, own in steps)",
+            "sorted(self.strides) == sorted(_contiguous(self.shape))",
+            FOREIGN,
+        ),
+        Mutant(
+            "a tensor may lack an element",
+            DLPACK,
+            "if (elements := prod(facts.shape)) < size:",
+            "if (elements := prod(facts.shape)) < size - 1:",
+            FOREIGN,
         ),
     ),
     "masks": (

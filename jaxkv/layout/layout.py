@@ -73,6 +73,25 @@ class TokenShards:
         if self.num_shards == 1:
             object.__setattr__(self, "interleave", 1)
 
+    def place(self, tokens):
+        """The device of each token, and the token's index among the tokens of that device.
+
+        `tokens` are positions in the request, an int or an array of integers; so are the results.
+        """
+        rounds = self.num_shards * self.interleave
+        index = tokens // rounds * self.interleave + tokens % self.interleave
+        return tokens // self.interleave % self.num_shards, index
+
+    def largest_share(self, tokens: int) -> int:
+        """How many of the first `tokens` tokens of a request device 0 has; no other device has more of them."""
+        rounds, rest = divmod(tokens, self.num_shards * self.interleave)
+        return rounds * self.interleave + min(rest, self.interleave)
+
+    def capacity(self, share: int) -> int:
+        """The most tokens that a request may have if every device has room for `share` of them."""
+        rounds, rest = divmod(share, self.interleave)
+        return rounds * self.interleave * self.num_shards + rest
+
 
 UNDIVIDED = TokenShards()
 """One device has all tokens."""

@@ -46,6 +46,8 @@ TRANSFERS_PER_CHUNK = 4
 time."""
 SLACK = 1 / 8
 """The extra fraction of pinned memory: chunks differ in length and leave gaps when they are evicted."""
+Units = tuple[int, ...]
+"""Where the tokens of a block of the pool are in a cache; one block id, if blocks of both are the same."""
 
 
 class LoadFailed(RuntimeError):
@@ -225,13 +227,20 @@ class HostPool(Connector):
 
     A pool is not thread-safe: only one thread at a time may use it.
 
+    Blocks of the pool may have another size, order, padding or dtype than those of the caches (`cache_layout`), for
+    example to share a folder of `DiskPool` between caches of several block sizes.  Keys are always those of the pool's
+    blocks: `prefix_keys` with its block size and its `layout.fingerprint`.  Blocks are then converted on the device, by
+    gathers and scatters of entries, which take longer than copies of whole blocks.
+
     Args:
-      layout: the layout of the cache, or the `PackedLayout` if the cache is a view of one of its groups.  Blocks are
-        moved with all groups.
+      layout: the layout of the blocks that the pool stores: that of the cache, or the `PackedLayout` if the cache is a
+        view of one of its groups.  Blocks are moved with all groups.
       num_blocks: the most blocks in host memory.  A load of more blocks from disk is divided into portions that fit.
         If all blocks of the pool are held, such a load uses memory for one additional chunk (an eighth of `num_blocks`,
         at least one block).  On GPUs, all memory is pinned when the pool is made, which takes about half a second per
         GB.
+      cache_layout: the layout of the caches, if it differs from `layout`: any that `jaxkv.convert_blocks` converts,
+        with one block table.
       disk: a pool on disk for the same layout, which can hold more blocks and keeps them after the process ends.
       devices: over how many devices blocks are divided, each of which stores and loads its part
         (`model.cache_devices`).
@@ -239,8 +248,8 @@ class HostPool(Connector):
       implementation: the `implementation` with which `read_blocks` and `write_blocks` are called.
 
     Raises:
-      ValueError: `num_blocks` is not a positive int, `layout` is not a layout or is one of context parallelism, or
-        `disk` has a different layout.
+      ValueError: `num_blocks` is not a positive int, `layout` is not a layout or is one of context parallelism,
+        `cache_layout` cannot be converted to it, or `disk` has a different layout.
       MemoryError: not enough memory can be pinned.
     """
 
@@ -249,6 +258,7 @@ class HostPool(Connector):
         layout: Layout,
         num_blocks: int,
         *,
+        cache_layout: Layout | None = None,
         disk: DiskPool | None = None,
         devices: int = 1,
         device: jax.Device | None = None,
@@ -267,6 +277,15 @@ class HostPool(Connector):
             raise ValueError(
                 f"`disk` holds blocks that are divided over {disk.devices} devices: expected {devices}, `devices`"
             )
+        self.cache_layout = layout if cache_layout is None else cache_layout
+        self._conversion = transfers.conversion_between(self.cache_layout, layout)
+        if self._conversion is not None and devices > 1:
+            raise ValueError(
+                f"`cache_layout` has other blocks than `layout`, and `devices` is {devices}: expected the same blocks, "
+                "as those of several devices are not converted"
+            )
+        self._units = 1 if self._conversion is None else self._conversion.units_of_row
+        """The units of a block of the pool.  Blocks of pool and cache consist of whole units of tokens."""
         self.stats = Stats()
         self._implementation = implementation
         longest = max(1, min(CHUNK_BYTES // self.block_nbytes, self.num_blocks // POOL_CHUNKS))
@@ -380,7 +399,9 @@ class HostPool(Connector):
 
         Args:
           cache: the cache to read from; it is not donated.
-          blocks: ids [n].
+          blocks: ids [n].  If blocks of the cache have another size than those of the pool, the ids [m] of the blocks
+            that hold the tokens of `keys`, consecutive tokens of one prompt: as many as are needed.  The first block
+            begins with the first token.
           keys: their keys [n], the most important first: these are stored first and evicted last.
           wait: whether to wait for the disk, if blocks must be evicted that have not been written to it.  Without, such
             blocks are not evicted.
@@ -394,16 +415,15 @@ class HostPool(Connector):
           JaxRuntimeError: a transfer of this store or an earlier one failed; the blocks of the failed store are not
             stored.
         """
-        blocks, keys = self._checked(cache, blocks, keys)
-        new = {key: block for key, block in zip(keys, blocks, strict=True) if key not in self._chunks}
+        units, keys = self._checked(cache, blocks, keys)
+        new = {key: place for key, place in zip(keys, units, strict=True) if key not in self._chunks}
         with self._holding(keys):
             room = self._make_room(len(new), wait=wait)
         self.stats.rejected += len(new) - room
         stored = tuple(islice(new, room))
         for part in (stored[among] for among in in_powers_of_two(len(stored), self._chunk_blocks)):
             self._wait_for_stores(self.blocks_in_flight - len(part))
-            ids = np.asarray([new[key] for key in part], np.int32)
-            staged = read_rows(cache, ids, implementation=self._implementation)
+            staged = self._read_rows(cache, np.asarray([new[key] for key in part], np.int32))
             self._add(Chunk(part, transfers.to_host(staged)))
         self._chunks.use(keys)
         return next((count for count, key in enumerate(keys) if key not in self._chunks), len(keys))
@@ -413,7 +433,8 @@ class HostPool(Connector):
 
         Args:
           cache: the cache; it is donated.
-          blocks: distinct ids [n], to be overwritten.
+          blocks: distinct ids [n], to be overwritten; [m] as in `store` if blocks have another size.  A last block of
+            which `keys` fill only a part keeps the contents of the rest.
           keys: the keys [n] of the contents to load.
 
         Returns:
@@ -429,10 +450,10 @@ class HostPool(Connector):
           ValueError: `cache` has other blocks than this pool, `blocks` and `keys` do not match, or one of `keys` is not
             1 to 64 bytes.
         """
-        blocks, keys = self._checked(cache, blocks, keys, distinct=True)
+        units, keys = self._checked(cache, blocks, keys, distinct=True)
         targets = defaultdict(list)
-        for key, block in zip(keys, blocks, strict=True):
-            targets[key].append(block)
+        for key, place in zip(keys, units, strict=True):
+            targets[key].append(place)
         given, waiting = cache, dict.fromkeys(keys)
         with self._holding(waiting):
             self._check_present(keys)
@@ -469,13 +490,25 @@ class HostPool(Connector):
         Raises:
           ValueError: `cache` has other blocks than this pool.
         """
-        check_exchange(cache, self.layout, self.devices)
+        check_exchange(cache, self.cache_layout, self.devices)
         for length in (1 << n for n in range(self._chunk_blocks.bit_length())):
-            nowhere = np.full(length, SKIPPED, np.int32)
-            rows = transfers.to_host(read_rows(cache, nowhere, implementation=self._implementation))
+            nowhere = np.full((length, self._units), SKIPPED, np.int32)
+            rows = transfers.to_host(self._read_rows(cache, nowhere))
             rows = transfers.to_device(rows, one_array(cache.buffer).sharding)
-            cache = write_rows(cache, nowhere, rows, implementation=self._implementation)
+            cache = self._write_rows(cache, nowhere, rows)
         return cache
+
+    def _read_rows(self, cache: KVCache, units: np.ndarray) -> jax.Array:
+        """Blocks of the pool from units of the cache, int32 [n, units of a block]: rows [n, E]."""
+        if self._conversion is None:
+            return read_rows(cache, units[:, 0], implementation=self._implementation)
+        return transfers.read_converted(self._conversion, cache, units)
+
+    def _write_rows(self, cache: KVCache, units: np.ndarray, rows: jax.Array) -> KVCache:
+        """The cache, which is donated, with blocks of the pool stored at units [n, units of a block]."""
+        if self._conversion is None:
+            return write_rows(cache, units[:, 0], rows, implementation=self._implementation)
+        return transfers.write_converted(self._conversion, cache, units, rows)
 
     def hold(self, keys: Iterable[bytes]) -> None:
         """Prevents the eviction of blocks until they are released as often as held.
@@ -546,13 +579,26 @@ class HostPool(Connector):
 
     def _checked(
         self, cache: KVCache, blocks: Sequence[int] | np.ndarray, keys: Sequence[bytes], *, distinct: bool = False
-    ) -> tuple[list[int], list[bytes]]:
-        """`blocks` as Python ints, and `keys` as a list; ValueError unless all arguments are valid."""
-        check_exchange(cache, self.layout, self.devices)
+    ) -> tuple[list[Units], list[bytes]]:
+        """Where the tokens of each key are in the cache, and `keys` as a list; ValueError unless all is valid."""
+        check_exchange(cache, self.cache_layout, self.devices)
         ids, keys = block_ids("blocks", blocks, cache.layout.num_blocks, distinct=distinct), checked_keys(keys)
-        if len(ids) != len(keys):
-            raise ValueError(f"`blocks` has {len(ids)} ids and `keys` {len(keys)}: expected as many")
-        return ids.tolist(), keys
+        return self.places(ids.tolist(), len(keys)), keys
+
+    def places(self, blocks: Sequence[int], count: int) -> list[Units]:
+        """Where the tokens of `count` keys are in a cache whose `blocks` hold these tokens, one after the other.
+
+        ValueError unless these are as many blocks as are needed.
+        """
+        per_block = 1 if self._conversion is None else self._conversion.units_of_block
+        if len(blocks) != (needed := -(-count * self._units // per_block)):
+            expected = "as many"
+            if self._conversion is not None:
+                own, theirs = self._conversion.dst_size, self._conversion.src_size
+                expected = f"{needed} ids, because keys are of blocks of {own} tokens, and ids of blocks of {theirs}"
+            raise ValueError(f"`blocks` has {len(blocks)} ids and `keys` {count}: expected {expected}")
+        units = [block * per_block + unit for block in blocks for unit in range(per_block)]
+        return [tuple(units[n * self._units : (n + 1) * self._units]) for n in range(count)]
 
     def _check_present(self, keys: Iterable[bytes]) -> None:
         missing = next((key for key in keys if not self._has(key)), None)
@@ -662,23 +708,23 @@ class HostPool(Connector):
         return chunk
 
     def _moved(
-        self, cache: KVCache, places: Mapping[bytes, tuple[Chunk, int]], targets: Mapping[bytes, Sequence[int]]
+        self, cache: KVCache, places: Mapping[bytes, tuple[Chunk, int]], targets: Mapping[bytes, Sequence[Units]]
     ) -> KVCache:
         """Copies blocks from their places in host memory to their target blocks of the cache, which is donated.
 
         LoadFailed if a transfer fails.
         """
-        moves = _moves([(place, block) for key, place in places.items() for block in targets[key]])
+        moves = _moves([(place, units) for key, place in places.items() for units in targets[key]])
         try:
             arriving = None
-            for chunk, ids in moves:
-                following = ids, transfers.to_device(chunk.rows, one_array(cache.buffer).sharding)
+            for chunk, units in moves:
+                following = units, transfers.to_device(chunk.rows, one_array(cache.buffer).sharding)
                 if arriving is not None:
                     jax.block_until_ready(arriving)  # at most two chunks at a time on the device
-                    cache = write_rows(cache, *arriving, implementation=self._implementation)
+                    cache = self._write_rows(cache, *arriving)
                 arriving = following
             if arriving is not None:
-                cache = write_rows(cache, *arriving, implementation=self._implementation)
+                cache = self._write_rows(cache, *arriving)
         except Exception as error:
             raise LoadFailed(f"a load of {len(places)} blocks stopped half-way: {error}", cache) from error
         return cache
@@ -777,14 +823,17 @@ class HostPull(Pull):
         return chunk
 
 
-def _moves(pairs: Iterable[tuple[tuple[Chunk, int], int]]) -> list[tuple[Chunk, np.ndarray]]:
-    """Each chunk with the target block of each of its rows, int32 [rows]; `SKIPPED` for rows without one."""
+def _moves(pairs: Iterable[tuple[tuple[Chunk, int], Units]]) -> list[tuple[Chunk, np.ndarray]]:
+    """Each chunk with the units of the cache where each of its rows is written, int32 [rows, units of a block].
+
+    `SKIPPED` for rows that are not.
+    """
     moves: dict[Chunk, list[np.ndarray]] = {}
-    for (chunk, row), block in pairs:
+    for (chunk, row), units in pairs:
         targets = moves.setdefault(chunk, [])
-        free = next((ids for ids in targets if ids[row] == SKIPPED), None)
+        free = next((places for places in targets if places[row, 0] == SKIPPED), None)
         if free is None:
-            free = np.full(len(chunk.keys), SKIPPED, np.int32)
+            free = np.full((len(chunk.keys), len(units)), SKIPPED, np.int32)
             targets.append(free)
-        free[row] = block
-    return [(chunk, ids) for chunk, targets in moves.items() for ids in targets]
+        free[row] = units
+    return [(chunk, units) for chunk, targets in moves.items() for units in targets]

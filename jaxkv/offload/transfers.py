@@ -13,6 +13,7 @@ from jaxkv.cache import KVCache
 from jaxkv.checks import check_cache, check_one_buffer, describe, positive_int
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
+from jaxkv.ops.blocks import Conversion
 from jaxkv.ops.rows import devices_of, rows_sharding
 from jaxkv_kernels.addressing import one_array
 from jaxkv_kernels.formats.entries import Entry
@@ -21,6 +22,11 @@ Layout = CacheLayout | PackedLayout
 
 SKIPPED = -1
 """A block id outside every cache."""
+
+read_converted = jax.jit(Conversion.read, static_argnames="self")
+"""`Conversion.read`, compiled: blocks of another size, order or dtype than those of the cache."""
+write_converted = jax.jit(Conversion.write, static_argnames="self", donate_argnames="cache")
+"""`Conversion.write`, compiled; the cache is donated."""
 
 HostArray = jax.Array | np.ndarray
 """An array in pinned memory, which devices access directly; a NumPy array if a device has no pinned memory."""
@@ -46,6 +52,31 @@ def row_of(layout: Layout, devices: int = 1) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((devices * group.pages.block_elements,), group.dtype)
 
 
+def conversion_between(cache_layout: Layout, layout: Layout) -> Conversion | None:
+    """How blocks of caches of `cache_layout` become those of a pool of `layout`; None if they are the same.
+
+    ValueError if they cannot, or have several tables: the key of a block does not say to which table it belongs.
+    """
+    if not isinstance(cache_layout, CacheLayout | PackedLayout):
+        raise ValueError(f"`cache_layout` is {cache_layout!r}: expected a CacheLayout or a PackedLayout")
+    if cache_layout.fingerprint == layout.fingerprint:
+        return None
+    tables = [*cache_layout.tables] if isinstance(cache_layout, PackedLayout) else [""]
+    if len(tables) > 1:
+        raise ValueError(
+            f"`cache_layout` has the tables {', '.join(map(repr, tables))} and other blocks than `layout`: expected "
+            "the same blocks in both, because the key of a block does not say to which table it belongs"
+        )
+    for name, groups in (("cache_layout", cache_layout), ("layout", layout)):
+        check_one_buffer(name, next(iter(groups.values())) if isinstance(groups, PackedLayout) else groups)
+        if isinstance(groups, CacheLayout) and groups.packed is not None:
+            raise ValueError(
+                f"`{name}` is one of several groups of a PackedLayout: expected the PackedLayout, because blocks are "
+                "stored with all groups"
+            )
+    return Conversion.of(cache_layout, layout, None, names=("cache_layout", "layout"))
+
+
 def check_rows(name: str, rows: object, count: int, row: jax.ShapeDtypeStruct) -> None:
     """ValueError unless `rows` are `count` blocks, each like `row`."""
     if (getattr(rows, "shape", None), getattr(rows, "dtype", None)) != ((count, *row.shape), row.dtype):
@@ -62,8 +93,8 @@ def check_exchange(cache: KVCache, layout: Layout, devices: int = 1) -> None:
     check_one_buffer("cache", cache.layout)
     if cache.layout.fingerprint != layout.fingerprint:
         raise ValueError(
-            "`cache` has other blocks than the pool: make another pool, or convert them with `jaxkv.convert_blocks`\n"
-            f"the cache has\n{cache.layout}\nthe pool stores\n{layout}"
+            "`cache` has other blocks than the pool is for: make another pool, or one that converts them "
+            f"(`cache_layout`)\nthe cache has\n{cache.layout}\nthe pool is for caches of\n{layout}"
         )
     if (divided := devices_of(cache)) != devices:
         raise ValueError(

@@ -78,10 +78,10 @@ def local_slots(block_tables, positions, *, layout: CacheLayout, shard) -> jax.A
         raise ValueError(f"`layout` is {describe(layout)}: expected a CacheLayout, that of a shard's cache")
     positions, shards = _ints("positions", positions), layout.shards
     shard = index_below("shard", shard, shards.num_shards, "shards")
-    # The index of an owned token in the shard is the number of earlier tokens that the shard owns.
-    before = local_lengths(positions, shards=shards, shard=shard)
-    mine = (positions >= 0) & (positions // shards.interleave % shards.num_shards == shard)
-    return slots_for(block_tables, jnp.where(mine, before, -1), block_size=layout.block_size)
+    owner, index = shards.place(positions)
+    return slots_for(
+        block_tables, jnp.where((positions >= 0) & (owner == shard), index, -1), block_size=layout.block_size
+    )
 
 
 def _window_counts(window: int, shards: TokenShards) -> tuple[int, ...]:
@@ -89,11 +89,7 @@ def _window_counts(window: int, shards: TokenShards) -> tuple[int, ...]:
 
     There is one if `window` is a multiple of `num_shards` * `interleave`, and up to `interleave` + 1 otherwise.
     """
-    rounds = shards.num_shards * shards.interleave
-
-    def owned(tokens: int) -> int:
-        return tokens // rounds * shards.interleave + min(tokens % rounds, shards.interleave)
-
+    owned, rounds = shards.largest_share, shards.num_shards * shards.interleave
     return tuple(sorted({owned(start + window) - owned(start) for start in range(rounds)}))
 
 
@@ -102,12 +98,9 @@ def _whole_lengths(block_tables, seq_lens, layout: CacheLayout) -> jax.Array:
 
     In checked mode, lengths outside that range are errors.
     """
-    # Shard 0 has the largest share, so its table is full first.
-    count, interleave = layout.shards.num_shards, layout.shards.interleave
-    rounds, rest = divmod(table_tokens(block_tables, layout.block_size), interleave)
-    room = min(rounds * interleave * count + rest, MAX_SLOTS)
+    room = min(layout.shards.capacity(table_tokens(block_tables, layout.block_size)), MAX_SLOTS)
     if data_checks.checking():
-        held = f"the tables of {count} devices hold {room} tokens"
+        held = f"the tables of {layout.shards.num_shards} devices hold {room} tokens"
         data_checks.require((seq_lens >= 0) & (seq_lens <= room), "seq_lens", seq_lens, held)
     return jnp.clip(seq_lens, 0, room)
 

@@ -12,6 +12,7 @@ from jaxkv.dispatch import Implementations
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv.offload.connector import Arrival, Connector, Pull
+from jaxkv.offload.host import HostPool
 from jaxkv.offload.transfers import SKIPPED, check_rows, in_powers_of_two, row_of
 from jaxkv.ops.rows import devices_of, write_rows
 from jaxkv_kernels.addressing import one_array
@@ -210,6 +211,11 @@ def _check(name: str, connector: Connector, cache: KVCache, layout: CacheLayout 
         raise ValueError(
             f"`{name}` is a {type(connector).__name__}: expected a Connector, such as a HostPool (pass a DiskPool as "
             "its `disk`)"
+        )
+    if isinstance(connector, HostPool) and connector.cache_layout.fingerprint != connector.layout.fingerprint:
+        raise ValueError(
+            f"`{name}` stores other blocks than the engine has, by keys of their own\n{connector.layout}\nexpected a "
+            f"pool without `cache_layout`, as the engine has only the keys of its own blocks\n{layout}"
         )
     if connector.layout.fingerprint != layout.fingerprint:
         raise ValueError(

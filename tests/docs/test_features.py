@@ -75,11 +75,6 @@ def foreign(**strides):
     return jaxkv.CacheLayout.from_strides(**sizes, entry=entry, strides=steps)
 
 
-def converted():
-    device, host = (cache_of(block_size=size).layout for size in (16, 48))
-    return jaxkv.convert_blocks(jnp.zeros((1, device.block_nbytes), device.dtype), device, host)
-
-
 def ragged(**options):
     q, one, zero = jnp.zeros((1, 1, 64), jnp.bfloat16), jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32)
     sums, distribution = jnp.asarray([0, 1], jnp.int32), jnp.asarray([0, 0, 1], jnp.int32)
@@ -90,10 +85,6 @@ REJECTED = {
     "PagedAttention's keys [B, H, D/x, N, x]": (
         lambda: foreign(content=128),
         r"`strides.content` is 128: expected 1, as the content of an entry is contiguous",
-    ),
-    "blocks of another size in host memory than on the device": (
-        converted,
-        "`block_size` is 16 in `src` and 48 in `dst`",
     ),
     "results in float8 or FP4": (lambda: attend(out_dtype="float8_e4m3fn"), "unexpected keyword argument 'out_dtype'"),
     "tpu-inference's `skip_kv_mask`, `mask_value` and block sizes of kernels": (

@@ -1,6 +1,7 @@
-"""Blocks of one layout as blocks of another: every entry bit for bit, zeros everywhere else."""
+"""Blocks of one layout, or size, as blocks of another: every entry bit for bit, zeros everywhere else."""
 
-import jax
+from itertools import product
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -12,9 +13,9 @@ from jaxkv.testing.layouts import AXES, SMALL, draw_entry, draw_group, draw_stri
 from support import scenes
 from support.cases import random_numbers
 from support.compare import assert_same_bits
+from support.conversions import check_one, convert, layout_of
 from support.suites.base import formats
 
-convert = jax.jit(jaxkv.convert_blocks, static_argnums=(1, 2))
 MLA, KV, DS_MLA = scenes.MLA_ENTRIES[0], scenes.KV_ENTRIES[2], scenes.MLA_ENTRIES[4]
 
 
@@ -81,6 +82,150 @@ def test_layers_and_heads_that_interleave_within_a_block():
         check(other, within)
 
 
+SIZES_OF_BLOCKS = (16, 32, 48, 64, 128)
+NAMES = [*scenes.layout_names(KV), *scenes.APART]
+TOKENS = 140
+"""More than the largest block, and a multiple of none of them."""
+FORMATS = [*scenes.MLA_ENTRIES, *scenes.KV_ENTRIES, *scenes.MIXED_ENTRIES, *scenes.INDEXER_ENTRIES]
+
+
+def of_size(name, block_size, entry=KV):
+    return layout_of(name, entry, heads=1 if entry.one_head else 2, block_size=block_size, tokens=TOKENS)
+
+
+def following(values, value):
+    return values[(values.index(value) + 1) % len(values)]
+
+
+@pytest.mark.parametrize("block_size", SIZES_OF_BLOCKS)
+def test_every_size_to_another_and_back(block_size):
+    other = following(SIZES_OF_BLOCKS, block_size)
+    check_one(of_size("BLNHC", block_size), of_size("LBHNC", other), TOKENS)
+
+
+@pytest.mark.parametrize("name", [NAMES[0], *(pytest.param(name, marks=pytest.mark.ci) for name in NAMES[1:])])
+def test_every_layout_with_another_size_and_back(name):
+    check_one(of_size(name, 16), of_size(following(NAMES, name), 48), TOKENS)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [pytest.param(x, marks=() if x.label in ("fp8_v4", "nvfp4") else pytest.mark.ci, id=str(x)) for x in FORMATS],
+)
+def test_every_format_with_another_size_and_back(entry):
+    check_one(of_size("BLNHC padded", 32, entry), of_size("packed, uint8", 48, entry), TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("src", "dst"), [*product(SIZES_OF_BLOCKS, repeat=2)])
+def test_all_pairs_of_sizes_and_some_layouts(src, dst):
+    for name in NAMES:
+        check_one(of_size(name, src), of_size("BHLNC", dst), TOKENS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+def test_all_pairs_of_layouts(name):
+    for other in NAMES:
+        check_one(of_size(name, 32), of_size(other, 48), TOKENS)
+
+
+@pytest.mark.ci
+@settings(max_examples=15)
+@given(random_numbers)
+def test_random_layouts_and_sizes(rng):
+    entry = draw_entry(rng, (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry), SMALL)
+    sizes = {"num_layers": int(rng.integers(1, 4)), "num_heads": 1 if entry.one_head else int(rng.integers(1, 4))}
+    tokens = int(rng.integers(1, 40))
+
+    def draw():
+        block_size = int(rng.integers(1, 20))
+        blocks = {"num_blocks": -(-tokens // block_size) + 1, "block_size": block_size, "entry": entry}
+        return draw_strides(rng, entry, sizes | blocks) if rng.random() < 0.7 else draw_group(rng, sizes | blocks)
+
+    check_one(draw(), draw(), tokens)
+
+
+class TestNumberOfTokens:
+    src, dst = (jaxkv.CacheLayout(num_layers=1, num_blocks=9, block_size=n, entry=MLA) for n in (4, 6))
+    rows = jnp.ones((5, src.block_nbytes // 2), src.dtype)
+
+    def ones_in(self, **options):
+        found = convert(self.rows, self.src, self.dst, **options)
+        slots = np.asarray(found, np.float32).reshape(-1, self.dst.width)
+        assert len(slots) == 6 * len(found)
+        assert ((slots == 1).all(1) | (slots == 0).all(1)).all()
+        return len(found), slots.any(1).sum()
+
+    def test_all_by_default(self):
+        assert self.ones_in() == (4, 20)
+
+    @pytest.mark.parametrize(("tokens", "rows"), [(0, 0), (1, 1), (6, 1), (7, 2), (np.int64(18), 3), (20, 4)])
+    def test_fewer(self, tokens, rows):
+        assert self.ones_in(num_tokens=tokens) == (rows, tokens)
+
+    def test_of_blocks_of_the_same_size(self):
+        found = convert(self.rows, self.src, self.src, num_tokens=6)
+        assert_same_bits(found[0], self.rows[0])
+        assert_same_bits(found[1, : 2 * self.src.width], self.rows[1, : 2 * self.src.width])
+        assert len(found) == 2
+        assert not found[1, 2 * self.src.width :].any()
+
+    @pytest.mark.parametrize("tokens", [-1, 21, 4.0, True, "4"])
+    def test_invalid(self, tokens):
+        with pytest.raises(ValueError, match=r"`num_tokens` is .*: expected an int .* from 0 to 20, the tokens of 5 b"):
+            jaxkv.convert_blocks(self.rows, self.src, self.dst, num_tokens=tokens)
+
+
+GROUPS = {
+    "latent": jaxkv.Group(2, MLA, rate=2),
+    "keys": jaxkv.Group(1, scenes.INDEXER_ENTRY, rate=4),
+    "window": jaxkv.Group(1, KV, 2, table="window", window=24),
+}
+
+
+class TestGroupsOfOtherSizes:
+    """Two compressed groups in one table, and states in another."""
+
+    def layout(self, block_size, **options):
+        state = jaxkv.Group(1, jaxkv.StateEntry({"sums": ((3,), "float32")}), rate=block_size, table="state", window=1)
+        sizes = {"": block_size, "window": block_size // 2, "state": block_size}
+        return jaxkv.PackedLayout(num_blocks=7, block_size=sizes, groups=GROUPS | {"state": state}, **options)
+
+    @pytest.mark.parametrize("table", ["", "window"])
+    def test_entries_in_order(self, table):
+        src, dst = self.layout(16), self.layout(24, order="BHLNC", dtype="uint8")
+        names, blocks, tokens = src.tables[table].groups, [4, 1, 5], 42 if not table else 20
+        before = scenes.garbage(src["latent"], np.random.default_rng(3), "random")
+        rows = jaxkv.read_blocks(to_cache(src["latent"], before), jnp.asarray(blocks))
+        rows = convert(rows, src, dst, table=table, num_tokens=tokens)
+        assert len(rows) == 2
+        after = to_bytes(jaxkv.write_blocks(jaxkv.KVCache.zeros(dst["latent"]), jnp.asarray([6, 2]), rows))
+        expected = np.zeros(after.size, np.uint8)
+        for name in names:
+            count = -(-tokens // src.groups[name].rate)
+            for layer in range(src[name].num_layers):
+                pages = scenes.fetch(src[name], before, layer)[blocks].swapaxes(1, 2)  # [blocks, tokens, heads, bytes]
+                flat = pages.reshape(-1, *pages.shape[2:])[:count]
+                target = np.zeros((7, dst[name].block_size, *flat.shape[1:]), np.uint8)
+                for slot, entry in enumerate(flat):
+                    target[[6, 2][slot // dst[name].block_size], slot % dst[name].block_size] = entry
+                scenes.place(dst[name], expected, layer, target.swapaxes(1, 2))
+        assert_same_bits(after, expected)
+
+    def test_states_of_blocks_are_rejected(self):
+        src, dst = self.layout(16), self.layout(24)
+        rows = jnp.zeros((1, src["state"].block_nbytes // src["state"].itemsize), src["state"].dtype)
+        with pytest.raises(ValueError, match=r"`rate` of group 'state' is 16 in `src` and 24 in `dst`: entries that "):
+            jaxkv.convert_blocks(rows, src, dst, table="state")
+
+    def test_states_of_tables_with_blocks_of_the_same_size(self):
+        src, dst = self.layout(16), self.layout(16, dtype="uint8")
+        rows = jnp.ones((2, src["state"].block_nbytes // src["state"].itemsize), src["state"].dtype)
+        found = convert(rows, src, dst, table="state")
+        assert (found.view(src["state"].dtype)[:, :3] == 1).all()
+
+
 def packed_pair(**options):
     groups = {"latent": jaxkv.Group(3, MLA), "indexer": jaxkv.Group(2, scenes.INDEXER_ENTRY)}
     if options.pop("swapped", False):
@@ -108,7 +253,6 @@ SIZES = {"num_layers": 3, "num_blocks": 3, "block_size": 4, "entry": MLA}
     ("other", "message"),
     [
         ({"num_layers": 4}, "`num_layers` is 3 in `src` and 4 in `dst`"),
-        ({"block_size": 8}, "`block_size` is 4 in `src` and 8 in `dst`"),
         (
             {"shards": jaxkv.TokenShards(2, 4)},
             r"`shards` is TokenShards\(num_shards=1.* in `src` and .*interleave=4\) in",
@@ -144,5 +288,6 @@ def test_misuse_is_told():
     with pytest.raises(ValueError, match="`data` has dtype uint8"):
         jaxkv.convert_blocks(rows.view(np.uint8)[:, : rows.shape[1]], layout, layout)
     heads = [jaxkv.CacheLayout(**SIZES | {"entry": KV}, num_heads=n) for n in (1, 2)]
-    with pytest.raises(ValueError, match="`num_heads` is 1 in `src` and 2 in `dst`"):
+    message = r"`num_heads` is 1 in `src` and 2 in `dst`.*jaxkv\.parallel\.convert_blocks"
+    with pytest.raises(ValueError, match=message):
         jaxkv.convert_blocks(jnp.zeros((1, heads[0].block_nbytes // heads[0].itemsize), KV.dtype), *heads)

@@ -165,12 +165,15 @@ def test_axes_of_length_0(name):
                 assert (np.asarray(x) == -1).all()  # no position can be selected
 
 
+MAY_BE_0 = "num_decodes", "num_tokens"
+
+
 @every_call
 def test_numbers_of_0(name):
-    """Static arguments that count something: all but `num_decodes` must be positive."""
+    """Static arguments that count something: all but `num_decodes` and `num_tokens` must be positive."""
     one = calls.called(name)
     for argument, value in one.arguments.items():
-        if isinstance(value, int) and not isinstance(value, bool) and argument != "num_decodes":
+        if isinstance(value, int) and not isinstance(value, bool) and argument not in MAY_BE_0:
             with pytest.raises(ValueError, match=f"`{argument}` is 0") as caught:
                 one.function(**{**one.arguments, argument: 0})
             assert_of_this_library(caught.value)

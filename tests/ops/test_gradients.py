@@ -57,6 +57,7 @@ MODES = {
     "read_blocks": BOTH,
     "write_blocks": BOTH,
     "convert_blocks": REFUSED,
+    "convert_blocks, to another size": REFUSED,
     "select_experts": BOTH,
     "select_experts, in groups": BOTH,
     "grouped_swiglu": FORWARD,

@@ -303,6 +303,13 @@ def test_blocks_of_another_layout_are_rejected():
         engine(connectors=[host_pool(order="LBNHC")], order="BHLNC", block_size=8)
 
 
+def test_a_pool_that_converts_blocks_is_rejected():
+    """Its keys are those of its own blocks, which the engine does not have."""
+    layout, stored = (MODEL.layout(1, size) for size in (BLOCK, 3 * BLOCK))
+    with pytest.raises(ValueError, match=r"`connectors\[0\]` stores other blocks than the engine has, by keys of"):
+        engine(connectors=[HostPool(stored, 2, cache_layout=layout)])
+
+
 def test_the_pool_finds_what_was_named_until_its_room_is_needed():
     pool = BlockPool(3)
     first, second, third = (pool.allocate() for _ in range(3))

@@ -26,6 +26,7 @@ KV = jaxkv.CacheLayout(**SIZES, entry=jaxkv.KVEntry("f32", head_dim=8, value_dim
 INDEXER = jaxkv.CacheLayout(**SIZES, entry=jaxkv.IndexerEntry("f32", head_dim=8))
 STATES = jaxkv.CacheLayout(**SIZES, entry=jaxkv.StateEntry({"conv": ((2, 3), "float32"), "ssm": ((4,), "float32")}))
 OTHER = jaxkv.CacheLayout(**SIZES, entry=MLA.entry, order="LBNHC", dtype="uint8")
+LARGER = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=6, entry=MLA.entry, order="LBNHC", dtype="uint8")
 
 
 class Lengths:
@@ -346,6 +347,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "read_blocks": lambda n, d: dict(cache=d.cache(MLA), blocks=d.ints(-1, 7, n.n)),
     "write_blocks": _write_blocks,
     "convert_blocks": _convert_blocks,
+    "convert_blocks, to another size": lambda n, d: {**_convert_blocks(n, d), "dst": LARGER, "num_tokens": 4 * n.n},
     "select_experts": lambda n, d: dict(logits=d.floats(n.T, n.E), per_token=2),
     "select_experts, in groups": _select_experts_in_groups,
     "grouped_swiglu": _grouped_swiglu,

@@ -67,12 +67,31 @@ FEATURES = {
             ),
         ),
         Feature(
+            "caches in the memory of tensors of other libraries, by DLPack",
+            "`KVCache.from_dlpack`",
+            ("tests/layout/test_dlpack.py::test_memory_of_numpy_is_shared",),
+        ),
+        Feature(
             "PagedAttention's keys [B, H, D/x, N, x]",
             "the content of an entry is contiguous: its stride must be 1",
         ),
         Feature(
-            "blocks of another size in host memory than on the device",
-            "`convert_blocks` and `HostPool` need blocks of the same number of tokens",
+            "payloads of blocks of one size as blocks of another: 16, 32, 48, 64, 128 tokens",
+            "`convert_blocks`",
+            ("tests/ops/test_conversion.py::test_every_size_to_another_and_back",),
+        ),
+        Feature(
+            "blocks of another size in host memory and on disk than on the device",
+            "`offload.HostPool(cache_layout=)`",
+            (
+                "tests/offload/test_offload_sizes.py::test_blocks_of_another_size",
+                "tests/offload/test_offload_sizes.py::test_caches_of_two_sizes_share_a_folder",
+            ),
+        ),
+        Feature(
+            "payloads of caches that divide heads or tokens over devices, as those of others",
+            "`jaxkv.parallel.convert_blocks`",
+            ("tests/parallel/test_conversion.py::test_every_division_to_another_and_back",),
         ),
     ),
     "Attention": (

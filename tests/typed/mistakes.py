@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, blocks, masks
+from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, blocks, masks, parallel
 
 SIZES = {"num_layers": 2, "num_blocks": 8, "block_size": 64}
 layout = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("bf16"))
@@ -194,10 +194,16 @@ jaxkv.swizzle_scales(lengths, True)
 jaxkv.convert_blocks(cache, layout, layout)
 # missing: one of the two layouts
 jaxkv.convert_blocks(q[0], layout)
+# argument: an array instead of a static number of tokens
+jaxkv.convert_blocks(q[0], layout, layout, num_tokens=lengths)
+# argument: a layout per device
+parallel.convert_blocks(q, [layout, layout], layout)
 # argument: the name of an operation instead of the operation
 jaxkv.explain("decode_mla", q, q_pe, cache, tables, lengths, layer=0, scale=0.1)
 # attribute: the name of an operation
 jaxkv.decode_mha(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1)
+# argument: a PackedLayout instead of one of its groups
+KVCache.from_dlpack(q, jaxkv.PackedLayout(num_blocks=2, block_size=4, groups={}))
 
 
 # Allocation of blocks.

@@ -18,6 +18,7 @@ from jaxkv import (
     StateEntry,
     blocks,
     masks,
+    parallel,
 )
 
 latents = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("fp8"), order="LBNHC")
@@ -37,6 +38,7 @@ assert_type(cache.buffer, jax.Array | tuple[jax.Array, jax.Array])
 assert_type(KVCache((jnp.zeros(9), jnp.zeros(9)), kv_cache.layout), KVCache[KVEntry])
 assert_type(kv_cache.layout.entry, KVEntry)
 assert_type(mixed, KVCache[KVEntry])
+assert_type(KVCache.from_dlpack(np.zeros(9), latents), KVCache[MLAEntry])
 
 
 def layers(cache: KVCache[MLAEntry], layer: jax.Array) -> KVCache[MLAEntry]:
@@ -140,7 +142,8 @@ packed = PackedLayout(
 shared = KVCache.zeros(packed["latents"])
 shared = jaxkv.write_mla(shared, q[:, 0], q_pe[:, 0], lengths, layer=0)
 shared = jaxkv.write_indexer_k(shared.view(packed["keys"]), q_kv[:, 0], lengths, layer=0)
-assert_type(jaxkv.convert_blocks(jaxkv.read_blocks(shared, lengths), packed, packed), jax.Array)
+assert_type(jaxkv.convert_blocks(jaxkv.read_blocks(shared, lengths), packed, packed, num_tokens=9), jax.Array)
+assert_type(parallel.convert_blocks([q[0], q[0]], latents, kv_cache.layout, num_tokens=9), jax.Array)
 print(jaxkv.explain(jaxkv.decode_mla, q, q_pe, cache, tables, lengths, layer=0, scale=0.1).chosen)
 
 sequences = blocks.BlockTables.create(num_sequences=2, max_blocks=4, num_blocks=8, block_size=64)
