@@ -583,9 +583,9 @@ class HostPool(Connector):
         """Where the tokens of each key are in the cache, and `keys` as a list; ValueError unless all is valid."""
         check_exchange(cache, self.cache_layout, self.devices)
         ids, keys = block_ids("blocks", blocks, cache.layout.num_blocks, distinct=distinct), checked_keys(keys)
-        return self.places(ids.tolist(), len(keys)), keys
+        return self._units_of(ids.tolist(), len(keys)), keys
 
-    def places(self, blocks: Sequence[int], count: int) -> list[Units]:
+    def _units_of(self, blocks: Sequence[int], count: int) -> list[Units]:
         """Where the tokens of `count` keys are in a cache whose `blocks` hold these tokens, one after the other.
 
         ValueError unless these are as many blocks as are needed.

@@ -26,6 +26,12 @@ def rows_sharding(sharding: Sharding) -> Sharding:
 def read_rows(cache: KVCache, blocks, *, implementation: Implementations | None = None) -> jax.Array:
     """`read_blocks` of a cache on any devices.  Call it outside of `jit`.
 
+    Args:
+      cache: any cache.
+      blocks: int32 [n], blocks to read.  A program is compiled for each n; the row of an id outside the cache, such as
+        -1, is 0.
+      implementation: None (the best that supports the call), a name, or a sequence of names.
+
     Returns:
       [n, D * E] of the buffer's dtype, where D is `devices_of(cache)`: a row has the parts of all devices, in their
       order, and each device has its own.

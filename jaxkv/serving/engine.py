@@ -6,7 +6,7 @@ from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, override
 
 import jax
@@ -15,6 +15,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxkv.checks import positive_int, positive_number
+from jaxkv.layout.layout import CacheLayout
+from jaxkv.layout.packed import PackedLayout
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling
@@ -180,13 +182,13 @@ class Engine(EngineBase):
         """The most cached tokens of a request that has the cache for itself."""
         if max_len is None:
             max_len = min(self._capacity, model.config.max_position_embeddings)
-        self.fingerprint = fingerprint(model)
+        self.keys = PrefixKeys(model, layout)
         copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
         self.block_manager = BlockManager(
             tables,
             self.pool,
             self.tiers,
-            keys=partial(prefix_keys, layout_fingerprint=layout.fingerprint, model=self.fingerprint),
+            keys=self.keys,
             copy=jax.jit(copy, donate_argnums=0),
             places=self.max_requests,
             max_len=positive_int("max_len", max_len),
@@ -344,8 +346,8 @@ class Engine(EngineBase):
             prompt=request.prompt[:-1],
             cache_salt=request.cache_salt,
             num_tokens=found.tokens,
-            model=self.fingerprint,
-            layout=self._layout.fingerprint,
+            model=self.keys.model,
+            layout=self.keys.layout,
             keys=tuple(key for _, _, key in blocks),
             rows=rows[: len(blocks)],
         )
@@ -373,8 +375,8 @@ class Engine(EngineBase):
         if not isinstance(exported, ExportedBlocks):
             raise TypeError(f"`exported` is a {type(exported).__name__}: expected an ExportedBlocks, from `export`")
         for what, theirs, ours in (
-            ("model", exported.model, self.fingerprint),
-            ("layout", exported.layout, self._layout.fingerprint),
+            ("model", exported.model, self.keys.model),
+            ("layout", exported.layout, self.keys.layout),
         ):
             if theirs != ours:
                 raise ValueError(
@@ -502,6 +504,7 @@ class Engine(EngineBase):
             step.  The others are compiled while the engine serves, and steps run them as soon as they are ready.
         """
         self.check_usable()
+        _ = self.keys.model
         self.buckets.compile({shape: self._prepared(shape) for shape in self.buckets.shapes}, wait=wait)
         self._run_without_requests()
 
@@ -783,6 +786,22 @@ class Engine(EngineBase):
         self._places.append(request.place)
         self.block_manager.free(request)
         request.leave()
+
+
+class PrefixKeys:
+    """Computes the keys of an engine's blocks: `prefix_keys`, with names of its model and of its layout."""
+
+    def __init__(self, model: Model, layout: CacheLayout | PackedLayout):
+        self._model, self.layout = model, layout.fingerprint
+
+    @cached_property
+    def model(self) -> str:
+        """The fingerprint of the model.  Reads all weights when it is first used."""
+        return fingerprint(self._model)
+
+    def __call__(self, tokens: Sequence[int], **options) -> list[bytes]:
+        """The keys; `options` are the other arguments of `prefix_keys`, `block_size` among them."""
+        return prefix_keys(tokens, layout_fingerprint=self.layout, model=self.model, **options)
 
 
 def _rank(request: Request) -> tuple[int, int]:

@@ -26,8 +26,15 @@ class ConnectorSuite(ABC):
     def connectors(self, layout, folder):
         """Two connectors for blocks of `layout`: the second has what is offered to the first.
 
-        They may be one.  `folder` is an empty folder.
+        They may be one.  `folder` is an empty folder.  Append to `self.opened` what must be closed after the test.
         """
+
+    @pytest.fixture(autouse=True)
+    def _closed(self):
+        self.opened = []
+        yield
+        for opened in self.opened:
+            opened.close()
 
     @pytest.fixture
     def both(self, tmp_path, monkeypatch):

@@ -31,13 +31,6 @@ class TestDiskPool(ConnectorSuite):
 class TestRemoteBlocks(ConnectorSuite):
     transport = JaxTransport
 
-    @pytest.fixture(autouse=True)
-    def _closed(self):
-        self.opened = []
-        yield
-        for opened in self.opened:
-            opened.close()
-
     def connectors(self, layout, folder):
         pool = HostPool(layout, 64)
         server = BlockServer(pool, ("127.0.0.1", 0), authkey=b"password", transport=self.transport())

@@ -8,7 +8,6 @@ import pytest
 import jaxkv
 from jaxkv import offload
 from jaxkv.offload import transfers
-from jaxkv.offload.host import Load
 from jaxkv.testing.buffers import to_bytes, to_cache
 from offload.pools import filled
 from support import scenes
@@ -147,25 +146,6 @@ def test_eviction_and_holds():
     assert pool.matched([b"a", b"c"]) == 2
     assert b"b" not in pool
     assert len(pool) == 2
-
-
-def test_a_load_in_the_background():
-    # A block before the first one of a head would be the last one of the head before.
-    layout, cache_layout = layout_of(48), layout_of(16, order="LHBNC")
-    pool = offload.HostPool(layout, 32, cache_layout=cache_layout)  # transfers the first two blocks as one array
-    source, target = noise(cache_layout, 1), noise(cache_layout, 2)
-    keys = keys_of(layout, PROMPT)
-    pool.store(on_device(cache_layout, source), range(9), keys)
-    cache = pool.warm_up(on_device(cache_layout, target))
-    wanted = keys[1:]
-    contents = dict(zip(wanted, pool.places(range(10, 16), len(wanted)), strict=True))
-    load = Load(pool, contents, cache.buffer.sharding)
-    load.start()
-    while not load.is_done:
-        cache = load.advance(cache, timeout=1)
-    load.cancel()
-    entries = entries_of(cache_layout, ONE, [source], range(9), 144)[:, :, 48:]
-    assert_same_bits(to_bytes(cache), replaced(cache_layout, target, range(10, 16), entries))
 
 
 def test_few_programs_serve_all_numbers_of_blocks():

@@ -1,7 +1,7 @@
 """A connector outside the library, whose blocks are shared by processes."""
 
 import multiprocessing
-from contextlib import ExitStack, closing
+from contextlib import closing
 
 import jax
 import numpy as np
@@ -16,14 +16,10 @@ LAYOUT = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=4, entry=jaxkv
 
 
 class TestSharedMemoryBlocks(ConnectorSuite):
-    @pytest.fixture(autouse=True)
-    def _closed_at_the_end(self):
-        with ExitStack() as self.opened:
-            yield
-
     def connectors(self, layout, folder):
-        first = self.opened.enter_context(closing(SharedMemoryBlocks(layout, 64)))
-        return first, self.opened.enter_context(closing(SharedMemoryBlocks(layout, 64, first.table.name)))
+        first = SharedMemoryBlocks(layout, 64)
+        self.opened += [second := SharedMemoryBlocks(layout, 64, first.table.name), first]
+        return first, second
 
 
 def keys_for(count):

@@ -112,8 +112,9 @@ class TestToy:
 
     def test_others_are_refused(self, exported):
         other = Engine(toy_model.ToyModel({**PARAMS, "embedding": PARAMS["embedding"] + 1}), num_blocks=4, block_size=4)
-        with pytest.raises(ValueError, match=f"`exported.model` is '{other.fingerprint}': expected '"):
-            engine().adopt(replace(exported, model=other.fingerprint))
+        name = other.keys.model
+        with pytest.raises(ValueError, match=f"`exported.model` is '{name}': expected '"):
+            engine().adopt(replace(exported, model=name))
         with pytest.raises(ValueError, match=r"`exported.layout` is '\w+': expected '\w+', the fingerprint .*convert"):
             engine(block_size=8).adopt(exported)
         with pytest.raises(TypeError, match="`exported` is a tuple: expected an ExportedBlocks"):

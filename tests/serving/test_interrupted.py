@@ -154,8 +154,8 @@ class Toy(Served):
         "likeliest",
         "asarray in Engine._read",
         "copy_blocks",
-        "read_blocks",
-        "write_blocks",
+        "_read_rows",
+        "_write_rows",
         "to_host",
     )
 

@@ -37,9 +37,7 @@ def main(role, port):
     for line in sys.stdin:
         prompt, count = json.loads(line)
         if blocks is not None:
-            names = {"layout_fingerprint": layout.fingerprint, "model": engine.fingerprint}
-            keys = offload.prefix_keys(prompt[:-1], block_size=BLOCK, **names)
-            say(offered=blocks.wait_for(keys, timeout=5.0))
+            say(offered=blocks.wait_for(engine.keys(prompt[:-1], block_size=BLOCK), timeout=5.0))
         loaded, failures = engine.prefix_stats.loaded, engine.tiers.failures
         request = engine.submit(prompt, max_tokens=count, stop=())
         list(engine.run())
