@@ -225,7 +225,7 @@ class HostPool(Connector):
 
     With a disk pool, blocks are also written to disk in the background, and can be loaded from there after eviction.
 
-    A pool is not thread-safe: only one thread at a time may use it.
+    A pool is not thread-safe: only one thread at a time may use it, apart from `rows` and `events`.
 
     Blocks of the pool may have another size, order, padding or dtype than those of the caches (`cache_layout`), for
     example to share a folder of `DiskPool` between caches of several block sizes.  Keys are always those of the pool's
@@ -338,10 +338,14 @@ class HostPool(Connector):
           JaxRuntimeError: a block could not be stored, because its transfer failed.
         """
         found = {key: place for key in keys if (place := self._chunks.find(key)) is not None}
-        chunks = {chunk: transfers.to_numpy(chunk.rows) for chunk, _ in found.values()}
-        rows = np.empty((len(found), *self.row.shape), self.row.dtype)
+        parts = defaultdict[Chunk, list[tuple[int, int]]](list)
         for n, (chunk, row) in enumerate(found.values()):
-            rows[n] = chunks[chunk][row]
+            parts[chunk].append((n, row))
+        rows = np.empty((len(found), *self.row.shape), self.row.dtype)
+        for chunk, pairs in parts.items():
+            values = transfers.to_numpy(chunk.rows)
+            for n, row in pairs:
+                rows[n] = values[row]
         return list(found), rows
 
     @property

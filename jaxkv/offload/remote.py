@@ -15,16 +15,16 @@ import json
 import logging
 import os
 import socket
+import struct
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import partial
-from itertools import batched, count
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from itertools import batched, count, islice
 from multiprocessing.connection import Client, Connection, Listener, answer_challenge, deliver_challenge
 from queue import SimpleQueue
-from threading import Event, Thread
+from threading import BoundedSemaphore, Event, Lock, Thread
 from typing import Any, override
 
 import jax
@@ -49,9 +49,17 @@ MAX_KEYS = 10_000
 MAX_UNSENT = 10_000
 """After so many messages that a peer has not read, the connection ends."""
 MAX_OFFERS = 4
-"""The most replies of a connection whose blocks have not been fetched: each has memory of its own."""
+"""The most requests of a connection whose blocks have not been fetched: each reply has memory of its own."""
+MAX_STORED = 2**24
+"""The most blocks of a server."""
+MAX_STRANGERS = 32
+"""The most connections that have not shown the password."""
+HANDSHAKE_SECONDS = 10
+"""The time within which each message of the handshake must come."""
 RETRY_SECONDS = 1.0
 """The time between two attempts to connect to a server."""
+SILENT_SECONDS = 30.0
+"""So long a server that has not replied in time is not asked, unless it says something."""
 POLL_SECONDS = 0.0005
 """The time between two looks at a transfer, while the engine waits for it."""
 
@@ -61,10 +69,11 @@ class _Link:
 
     def __init__(self, connection: Connection):
         self._connection = connection
-        self._unsent: SimpleQueue[Message | None] = SimpleQueue()
-        Thread(target=self._send, name="jaxkv-link", daemon=True).start()
+        self._unsent: SimpleQueue[Message | BlockEvent | None] = SimpleQueue()
+        self._sender = Thread(target=self._send, name="jaxkv-link", daemon=True)
+        self._sender.start()
 
-    def send(self, message: Message) -> None:
+    def send(self, message: Message | BlockEvent) -> None:
         """Sends a message soon, unless the connection has ended."""
         self._unsent.put(message)
         if self._unsent.qsize() > MAX_UNSENT:
@@ -84,17 +93,48 @@ class _Link:
         self._unsent.put(None)
         _shut_down(self._connection)
 
+    def join(self) -> None:
+        """After `close`, waits until nothing uses the connection any more, except for the caller."""
+        self._sender.join()
+
     def _send(self) -> None:
         with suppress(OSError):
-            while (message := self._unsent.get()) is not None:
-                self._connection.send_bytes(json.dumps(message).encode())
+            while (item := self._unsent.get()) is not None:
+                for message in _messages(item) if isinstance(item, BlockEvent) else (item,):
+                    self._connection.send_bytes(json.dumps(message).encode())
         _shut_down(self._connection)
+
+
+def _messages(event: BlockEvent) -> Iterator[Message]:
+    for keys in batched(event.keys, MAX_KEYS):
+        yield {event.kind: [key.hex() for key in keys]}
 
 
 def _shut_down(connection: Connection) -> None:
     """Ends a connection, which threads may be reading; `close` would not wake them."""
-    with suppress(OSError), socket.socket(fileno=os.dup(connection.fileno())) as duplicate:
+    with suppress(OSError), _socket_of(connection) as duplicate:
         duplicate.shutdown(socket.SHUT_RDWR)
+
+
+def _socket_of(connection: Connection) -> socket.socket:
+    """A second descriptor of the connection's socket."""
+    return socket.socket(fileno=os.dup(connection.fileno()))
+
+
+@contextmanager
+def _handshake(connection: Connection) -> Iterator[None]:
+    """The body raises an OSError if the other side says nothing for `HANDSHAKE_SECONDS`.
+
+    After that, the system ends the connection if the other machine disappears.
+    """
+    with _socket_of(connection) as duplicate:
+        for name, value in (("SO_KEEPALIVE", 1), ("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 5), ("TCP_KEEPCNT", 3)):
+            level = socket.SOL_SOCKET if name.startswith("SO") else socket.IPPROTO_TCP
+            duplicate.setsockopt(level, getattr(socket, name), value)
+        for seconds in (HANDSHAKE_SECONDS, 0):  # 0: none
+            duplicate.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", seconds, 0))
+            if seconds:
+                yield
 
 
 class BlockServer:
@@ -125,6 +165,7 @@ class BlockServer:
         self._most = _blocks_per_reply(pool.row)
         self._open = True
         self._links: set[_Link] = set()
+        self._strangers = BoundedSemaphore(MAX_STRANGERS)
         Thread(target=self._accept, name="jaxkv-block-server", daemon=True).start()
 
     def close(self) -> None:
@@ -138,51 +179,61 @@ class BlockServer:
 
     def _accept(self) -> None:
         while self._open:
-            with suppress(OSError):
+            try:
                 connection = self._listener.accept()
-                Thread(target=self._serve, args=(connection,), name="jaxkv-block-server", daemon=True).start()
+                if self._strangers.acquire(blocking=False):
+                    Thread(target=self._serve, args=(connection,), name="jaxkv-block-server", daemon=True).start()
+                else:
+                    connection.close()
+            except Exception as error:  # too many open files, or threads
+                if self._open:
+                    _log.warning("a BlockServer could not accept a connection: %s: %s", type(error).__name__, error)
+                    time.sleep(RETRY_SECONDS)
 
     def _serve(self, connection: Connection) -> None:
         with connection:
             try:
-                deliver_challenge(connection, self._authkey)
-                answer_challenge(connection, self._authkey)
+                with _handshake(connection):
+                    deliver_challenge(connection, self._authkey)
+                    answer_challenge(connection, self._authkey)
             except Exception:  # another password, or something else than a RemoteBlocks
                 return
+            finally:
+                self._strangers.release()
             link, offers = _Link(connection), dict[int, Ticket]()
             link.send({"layout": [self._pool.layout.fingerprint, self._pool.row.size]})
-            listener = partial(_report, link)
             self._links.add(link)
-            self._pool.events.subscribe(listener)
+            self._pool.events.subscribe(link.send)
             try:
                 for message in link.messages() if self._open else ():
                     self._answer(link, message, offers)
             except Exception as error:
                 _log.warning("a connection of a BlockServer ended: %s: %s", type(error).__name__, error)
             finally:
-                self._pool.events.unsubscribe(listener)
+                self._pool.events.unsubscribe(link.send)
                 self._links.discard(link)
                 link.close()
+                link.join()
                 for ticket in offers.values():
-                    self._transport.release(ticket)
+                    with suppress(Exception):
+                        self._transport.release(ticket, fetched=False)
 
     def _answer(self, link: _Link, message: Message, offers: dict[int, Ticket]) -> None:
         if "done" in message:
-            self._transport.release(offers.pop(message["done"]))
+            self._transport.release(offers.pop(message["done"]), fetched=True)
             return
         number, keys = message["request"], [bytes.fromhex(key) for key in message["keys"][: self._most]]
-        if len(offers) == MAX_OFFERS:
-            raise RuntimeError(f"{MAX_OFFERS} replies have not been fetched")
-        found, rows = self._pool.rows(keys)
+        if not isinstance(number, int) or number in offers or len(offers) == MAX_OFFERS:
+            raise ValueError(f"request {number!r}, while {sorted(offers)} have not been fetched")
+        try:
+            found, rows = self._pool.rows(keys)
+        except Exception as error:  # the transfer of a block to host memory has failed
+            _log.warning("%d blocks are not sent: %s: %s", len(keys), type(error).__name__, error)
+            found, rows = [], None
         reply: Message = {"reply": number, "keys": [key.hex() for key in found], "ticket": None}
-        if found:
+        if rows is not None and found:
             reply["ticket"] = offers[number] = self._transport.offer(rows)
         link.send(reply)
-
-
-def _report(link: _Link, event: BlockEvent) -> None:
-    for keys in batched(event.keys, MAX_KEYS):
-        link.send({event.kind: [key.hex() for key in keys]})
 
 
 class RemoteBlocks(Connector):
@@ -231,10 +282,14 @@ class RemoteBlocks(Connector):
     @override
     def pull(self, keys, sharding):
         parts: list[tuple[_Peer, tuple[bytes, ...]]] = []
-        left = list(keys)
+        left = dict.fromkeys(keys)
         for peer in self._peers:
-            parts += [(peer, part) for part in batched([key for key in left if peer.has(key)], self._most)]
-            left = [key for key in left if not peer.has(key)]
+            found = [key for key in left if peer.has(key)]  # once, as threads change what a peer has
+            parts += [(peer, part) for part in batched(found, self._most)]
+            for key in found:
+                del left[key]
+        if left:
+            raise KeyError(f"no server has {next(iter(left)).hex()} any more")
         return _RemotePull(parts, self.pull_timeout)
 
     def wait_for(self, keys: Sequence[bytes], timeout: float) -> bool:
@@ -260,7 +315,8 @@ class _Request:
     """What was asked of a server."""
 
     keys: tuple[bytes, ...]
-    start: float = field(default_factory=time.monotonic)
+    sent: float | None = None
+    """When it was sent, by `time.monotonic`; None before."""
     fetch: Fetch | None = None
     """The blocks on their way, as soon as the server has replied."""
     error: Exception | None = None
@@ -273,15 +329,17 @@ class _Peer:
     """A server as an engine sees it: what it has, and what was asked of it."""
 
     def __init__(self, address: Address, authkey: bytes, layout: str, row: jax.ShapeDtypeStruct, transport: Transport):
-        self._address, self._authkey, self._layout, self._transport = address, authkey, layout, transport
-        self._row = row
+        self._address, self._authkey, self._transport = address, authkey, transport
+        self._layout, self._row = layout, row
         self._keys: set[bytes] = set()
+        self._silent_until = 0.0
+        """Until when it is not asked, by `time.monotonic`, because it has not replied in time."""
+        self._lock = Lock()
+        """Held while the following change."""
         self._link: _Link | None = None
-        self._silent = False
-        """Whether it has not answered in time, nor said anything since."""
         self._numbers = count()
         self._requests: dict[int, _Request] = {}
-        """Requests that are not done, by number."""
+        """Requests that are not done, by number.  The first `MAX_OFFERS` have been sent."""
         self._closed = Event()
         self._logged = ""
         """The last error that was logged."""
@@ -289,45 +347,68 @@ class _Peer:
 
     def has(self, key: bytes) -> bool:
         """Whether the server is likely to send a block."""
-        return key in self._keys and not self._silent
+        return key in self._keys and time.monotonic() >= self._silent_until
 
     def request(self, keys: tuple[bytes, ...]) -> tuple[int, _Request]:
         """Asks for blocks; returns a number for `done`, and what becomes of them."""
-        number, request, link = next(self._numbers), _Request(keys), self._link
-        self._requests[number] = request
-        if link is None:
-            request.error = ConnectionError(f"{self} is not connected")
-        else:
-            link.send({"request": number, "keys": [key.hex() for key in keys]})
+        self.sweep()
+        request = _Request(keys)
+        with self._lock:
+            number = next(self._numbers)
+            if self._link is None:
+                request.error = ConnectionError(f"{self} is not connected")
+            else:
+                self._requests[number] = request
+                self._send(self._link)
         return number, request
 
     def done(self, number: int) -> None:
-        """Says that the blocks of a request have arrived."""
-        if self._requests.pop(number, None) is not None and (link := self._link) is not None:
-            link.send({"done": number})
+        """Says that the blocks of a request have arrived, or never will."""
+        with self._lock:
+            request = self._requests.pop(number, None)
+            if request is not None and self._link is not None:
+                if request.fetch is not None:
+                    self._link.send({"done": number})
+                self._send(self._link)
 
     def abandon(self, number: int, timeout: float) -> None:
-        """Says that nobody waits for a request any more.  If it is older than the timeout, the server is silent."""
-        if (request := self._requests.get(number)) is not None:
+        """Says that nobody waits for a request any more.  If the server has not replied in time, it is silent."""
+        with self._lock:
+            request = self._requests.get(number)
+            if request is None:
+                return
             request.abandoned = True
-            self._silent |= request.error is None and time.monotonic() - request.start > timeout
-            self._sweep()
+            if request.sent is None:
+                del self._requests[number]
+            elif request.fetch is None and request.error is None and time.monotonic() - request.sent > timeout:
+                self._silent_until = time.monotonic() + SILENT_SECONDS
+        self.sweep()
 
     def close(self) -> None:
         """Ends the connection for good."""
         self._closed.set()
-        if (link := self._link) is not None:
-            link.close()
+        with self._lock:
+            if self._link is not None:
+                self._link.close()
 
     def __repr__(self):
         return "the server at {}:{}".format(*self._address)
 
+    def _send(self, link: _Link) -> None:
+        """Sends the requests that may be sent.  The lock is held."""
+        for number, request in islice(self._requests.items(), MAX_OFFERS):
+            if request.sent is None:
+                request.sent = time.monotonic()
+                link.send({"request": number, "keys": [key.hex() for key in request.keys]})
+
     def _run(self) -> None:
         while not self._closed.wait(0):
             try:
-                with Client(self._address, "AF_INET", authkey=self._authkey) as connection:
-                    self._link = link = _Link(connection)
-                    self._read(link)
+                with Client(self._address, "AF_INET") as connection:
+                    with _handshake(connection):
+                        answer_challenge(connection, self._authkey)
+                        deliver_challenge(connection, self._authkey)
+                    self._serve(_Link(connection))
             except OSError:
                 pass  # it is not there, or not any more
             except Exception as error:
@@ -335,47 +416,59 @@ class _Peer:
                 if found != self._logged:  # it is tried again and again
                     _log.warning("%s cannot be used: %s", self, found)
                 self._logged = found
-            link, self._link = self._link, None
-            if link is not None:
-                link.close()
-            self._keys = set()
-            for request in list(self._requests.values()):
-                request.error = request.error or ConnectionError(f"the connection to {self} has ended")
-            self._requests = {}
             self._closed.wait(RETRY_SECONDS)
 
-    def _read(self, link: _Link) -> None:
-        for message in link.messages():
-            self._silent = False
-            if "layout" in message:
+    def _serve(self, link: _Link) -> None:
+        """Reads messages until the connection ends."""
+        try:
+            messages = link.messages()
+            for message in messages:
                 expected = [self._layout, self._row.size]
-                if message["layout"] != expected:
+                if message.get("layout") != expected:
                     raise ValueError(
-                        f"its blocks have the layout {message['layout']!r} (fingerprint, elements): expected "
+                        f"its blocks have the layout {message.get('layout')!r} (fingerprint, elements): expected "
                         f"{expected!r}; make its pool and this RemoteBlocks for one layout and number of devices"
                     )
-            elif "reply" in message:
-                self._replied(link, message)
-            else:
-                self._keys.update(map(bytes.fromhex, message.get("stored", ())))
-                self._keys.difference_update(map(bytes.fromhex, message.get("removed", ())))
-            self._sweep()
+                break
+            with self._lock:
+                self._link = link
+            if self._closed.is_set():
+                return
+            for message in messages:
+                self._silent_until = 0.0
+                if "reply" in message:
+                    self._replied(message)
+                else:
+                    self._keys.update(map(bytes.fromhex, message.get("stored", ())))
+                    self._keys.difference_update(map(bytes.fromhex, message.get("removed", ())))
+                    if len(self._keys) > MAX_STORED:
+                        raise ValueError(f"it says that it has more than {MAX_STORED} blocks")
+                self.sweep()
+        finally:
+            with self._lock:
+                self._link, self._keys = None, set()
+                for request in self._requests.values():
+                    request.error = request.error or ConnectionError(f"the connection to {self} has ended")
+                self._requests = {}
+            link.close()
+            link.join()
 
-    def _replied(self, link: _Link, message: Message) -> None:
-        request = self._requests[message["reply"]]
+    def _replied(self, message: Message) -> None:
+        request = self._requests.get(message["reply"])
         keys = tuple(map(bytes.fromhex, message["keys"]))
+        if request is None or request.fetch is not None or request.error is not None or not {*keys} <= {*request.keys}:
+            raise ValueError(f"reply {message['reply']!r} is not one to a request")
         if keys != request.keys:
-            missing = next(key for key in (*request.keys, b"") if key not in keys)
+            missing = next((key for key in request.keys if key not in keys), b"")
             request.error = KeyError(f"{self} does not have {missing.hex()} any more")
         if message["ticket"] is not None:
+            shape = (len(keys), *self._row.shape)
             try:
-                request.fetch = self._transport.fetch(
-                    message["ticket"], (len(keys), *self._row.shape), np.dtype(self._row.dtype)
-                )
+                request.fetch = self._transport.fetch(message["ticket"], shape, np.dtype(self._row.dtype))
             except Exception as error:
                 request.error = error
 
-    def _sweep(self) -> None:
+    def sweep(self) -> None:
         """Ends abandoned requests whose blocks are not being written to this process any more."""
         for number, request in list(self._requests.items()):
             if request.abandoned and (request.fetch is not None or request.error is not None):
@@ -416,6 +509,8 @@ class _RemotePull(Pull):
         peer, number, request = self._current
         if request.error is not None:
             raise request.error
+        if request.sent is None:
+            peer.sweep()  # it waits for the end of others
         rows = None if request.fetch is None else request.fetch.poll()
         if rows is None:
             return None

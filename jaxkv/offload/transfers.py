@@ -112,14 +112,19 @@ def in_powers_of_two(count: int, most: int) -> Iterator[slice]:
         start = stop
 
 
-def padded(ids: Sequence[int] | np.ndarray, rows: jax.Array | None = None):
-    """Block ids, int32 [n], and their rows [n, E], with `SKIPPED` and rows of zeros up to the next power of two.
+def padded_ids(ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    """Block ids, int32, with `SKIPPED` up to the next power of two: a program is compiled for each length."""
+    return np.pad(np.asarray(ids, np.int32), (0, _excess(len(ids))), constant_values=SKIPPED)
 
-    Without rows, returns the ids alone.  As a program is compiled for each length, there are few then.
-    """
-    excess = (1 << (len(ids) - 1).bit_length()) - len(ids) if len(ids) else 0
-    ids = np.pad(np.asarray(ids, np.int32), (0, excess), constant_values=SKIPPED)
-    return ids if rows is None else (ids, jnp.pad(rows, [(0, excess), (0, 0)]))
+
+def padded_rows(rows: jax.Array) -> jax.Array:
+    """Rows [n, E] for `padded_ids`: with rows of zeros up to the next power of two."""
+    return jnp.pad(rows, [(0, _excess(len(rows))), (0, 0)])
+
+
+def _excess(count: int) -> int:
+    """How many are missing to the next power of two; 0 if there are none."""
+    return (1 << (count - 1).bit_length()) - count if count else 0
 
 
 def to_host(rows: jax.Array) -> HostArray:

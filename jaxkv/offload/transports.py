@@ -7,6 +7,7 @@ import base64
 import importlib
 import os
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from threading import Lock
 from typing import Any, override
 
@@ -33,8 +34,8 @@ class Transport(ABC):
         """Makes an array available to one `fetch`.  It has at least one element, and is not changed until `release`."""
 
     @abstractmethod
-    def release(self, ticket: Ticket) -> None:
-        """Ends an offer, after the array has been fetched, or if it never will be."""
+    def release(self, ticket: Ticket, *, fetched: bool) -> None:
+        """Ends an offer.  The other side has said that it has fetched the array, or it never will."""
 
     @abstractmethod
     def fetch(self, ticket: Ticket, shape: tuple[int, ...], dtype: np.dtype) -> Fetch:
@@ -45,11 +46,16 @@ class JaxTransport(Transport):
     """`jax.experimental.transfer`, from host memory to host memory by TCP.
 
     Nothing is encrypted, and there is no password: who can reach the port, which JAX chooses, and knows the number in
-    a ticket can read the blocks of the ticket.  An offer that is never fetched keeps its memory until the process ends.
+    a ticket can read the blocks of the ticket.
+
+    An offer that is never fetched, because the other process has died for example, keeps its memory until this process
+    ends.  If that is more than `MAX_UNFETCHED` bytes in all, nothing is offered any more.
 
     Args:
       host: the address of this machine at which others reach it, such as "10.0.0.7".
     """
+
+    MAX_UNFETCHED = 2**30
 
     def __init__(self, host: str = "127.0.0.1"):
         from jax.experimental import transfer  # its import registers nothing, but not every jaxlib has it
@@ -57,25 +63,37 @@ class JaxTransport(Transport):
         self._device = jax.local_devices(backend="cpu")[0]
         self._server = transfer.start_transfer_server(self._device.client, f"{host}:0", [f"{host}:0"])
         self._connections: dict[str, Any] = {}
+        self._lock = Lock()
+        self._unfetched = 0
+        """Bytes of offers that have not been fetched and never will be."""
 
     @override
     def offer(self, rows):
+        if self._unfetched > self.MAX_UNFETCHED:
+            raise MemoryError(
+                f"{self._unfetched / 1e9:.1f} GB of blocks were offered and never fetched, and JAX cannot free them: "
+                "start this process again"
+            )
         number = int.from_bytes(os.urandom(7), "little")
         self._server.await_pull(number, [jax.device_put(rows, self._device)])
-        return {"address": self._server.address(), "number": number}
+        return {"address": self._server.address(), "number": number, "nbytes": rows.nbytes}
 
     @override
-    def release(self, ticket):
-        pass  # JAX frees the memory of what has been fetched, and has no way to free that of other offers
+    def release(self, ticket, *, fetched):
+        if not fetched:
+            with self._lock:
+                self._unfetched += ticket["nbytes"]
 
     @override
     def fetch(self, ticket, shape, dtype):
         address = ticket["address"]
-        if address not in self._connections:
-            self._connections[address] = self._server.connect(address)
+        with self._lock:
+            if address not in self._connections:
+                self._connections[address] = self._server.connect(address)
+            connection = self._connections[address]
         sharding = jax.sharding.SingleDeviceSharding(self._device)
         described = jax.ShapeDtypeStruct(shape, dtype, sharding=sharding)
-        return _JaxFetch(self._connections[address].pull(ticket["number"], [described])[0])
+        return _JaxFetch(connection.pull(ticket["number"], [described])[0])
 
 
 class _JaxFetch(Fetch):
@@ -132,7 +150,7 @@ class NixlTransport(Transport):
         return {"agent": agent, "memory": address}
 
     @override
-    def release(self, ticket):
+    def release(self, ticket, *, fetched):
         with self._lock:
             _, registration = self._offers.pop(ticket["memory"])
             self._agent.deregister_memory(registration)
@@ -143,11 +161,16 @@ class NixlTransport(Transport):
         with self._lock:
             self._running = [fetch for fetch in self._running if fetch.is_running]
             registration = self._agent.register_memory([(rows.ctypes.data, rows.nbytes, 0, "")], "DRAM")
-            peer = self._agent.add_remote_agent(base64.b64decode(ticket["agent"]))
-            ours = self._agent.get_xfer_descs([(rows.ctypes.data, rows.nbytes, 0)], "DRAM")
-            theirs = self._agent.get_xfer_descs([(ticket["memory"], rows.nbytes, 0)], "DRAM")
-            handle = self._agent.initialize_xfer("READ", ours, theirs, peer)
-            fetch = _NixlFetch(self._agent, self._lock, handle, registration, rows, self._agent.transfer(handle))
+            try:
+                peer = self._agent.add_remote_agent(base64.b64decode(ticket["agent"]))
+                ours = self._agent.get_xfer_descs([(rows.ctypes.data, rows.nbytes, 0)], "DRAM")
+                theirs = self._agent.get_xfer_descs([(ticket["memory"], rows.nbytes, 0)], "DRAM")
+                handle = self._agent.initialize_xfer("READ", ours, theirs, peer)
+                state = self._agent.transfer(handle)
+            except Exception:  # such as a ticket of another kind, or a process that has ended
+                self._agent.deregister_memory(registration)
+                raise
+            fetch = _NixlFetch(self._agent, self._lock, handle, registration, rows, state)
             self._running.append(fetch)
         return fetch
 
@@ -163,11 +186,16 @@ class _NixlFetch(Fetch):
         if self._handle is None:
             return False
         if self._state not in ("DONE", "ERR"):
-            self._state = self._agent.check_xfer_state(self._handle)
+            try:
+                self._state = self._agent.check_xfer_state(self._handle)
+            except Exception:  # the other process has ended, for example
+                self._state = "ERR"
         if self._state in ("DONE", "ERR"):
-            self._agent.release_xfer_handle(self._handle)
-            self._agent.deregister_memory(self._registration)
-            self._handle = None
+            handle, self._handle = self._handle, None
+            with suppress(Exception):
+                self._agent.release_xfer_handle(handle)
+            with suppress(Exception):
+                self._agent.deregister_memory(self._registration)
         return self._handle is not None
 
     @override

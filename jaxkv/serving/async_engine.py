@@ -78,7 +78,7 @@ class AsyncEngine:
         """Has the engine's thread call a function between two steps, without waiting for it.
 
         For what else an engine does, such as `served.call(lambda engine: engine.export(prompt))`.  All requests wait
-        while the function runs.
+        while the function runs.  It must not submit requests or step the engine.
 
         Args:
           function: a function of the engine.

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.offload.transfers import SKIPPED, padded
+from jaxkv.offload.transfers import SKIPPED, padded_ids
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import OFFLOADED, Prefix
 from jaxkv.serving.request import ABSENT, Held, Request
@@ -96,7 +96,7 @@ class BlockManager:
           cache: the cache; it is donated.
           request: a request that does not run, whose keys are known.
           tokens: the length of its prefix.
-          rows: the contents [n, E] of `blocks_of_prefix`.
+          rows: the contents of `blocks_of_prefix`, by `padded_rows`.
           write: a compiled `write_blocks`, which donates the cache.
         """
         found = self.blocks_of_prefix(request, tokens)
@@ -105,7 +105,7 @@ class BlockManager:
         for n, (_, _, key) in enumerate(found):
             if self.pool.find(key) is None and self.pool.num_free:
                 targets[n] = self.pool.allocate()
-        cache = write(cache, *padded(targets, rows))
+        cache = write(cache, padded_ids(targets), rows)
         for block, (table, index, _) in zip(targets.tolist(), found, strict=True):
             if block != SKIPPED:
                 self._name(block, request, table, index, tokens)

@@ -23,7 +23,7 @@ from jaxkv.models.sampling import Sampling
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import Connector, prefix_keys
 from jaxkv.offload.keys import salt_parts
-from jaxkv.offload.transfers import check_rows, padded, row_of, to_device
+from jaxkv.offload.transfers import check_rows, padded_ids, padded_rows, row_of, to_device
 from jaxkv.ops.blocks import copy_blocks
 from jaxkv.ops.rows import devices_of, read_rows, write_rows
 from jaxkv.serving import program
@@ -341,7 +341,7 @@ class Engine(EngineBase):
         request = self._unscheduled(prompt, cache_salt)
         found = self.block_manager.cached_prefix(request, self.running)
         blocks = self.block_manager.blocks_of_prefix(request, found.tokens)
-        rows = read_rows(self.cache, padded(found.on_device), implementation=self.model.implementation)
+        rows = read_rows(self.cache, padded_ids(found.on_device), implementation=self.model.implementation)
         return ExportedBlocks(
             prompt=request.prompt[:-1],
             cache_salt=request.cache_salt,
@@ -385,7 +385,9 @@ class Engine(EngineBase):
                 )
         request = self._unscheduled(exported.prompt, exported.cache_salt)
         self._check_exported(request, exported)
-        self._adopt(request, exported)
+        # Before anything changes: there may be no memory for a copy on the device.
+        rows = to_device(exported.rows, one_array(self.cache.buffer).sharding)
+        self._adopt(request, exported.num_tokens, padded_rows(rows))
         return self.block_manager.cached_prefix(request, self.running).tokens
 
     def _check_exported(self, request: Request, exported: ExportedBlocks) -> None:
@@ -405,10 +407,9 @@ class Engine(EngineBase):
         check_rows("`exported.rows`", exported.rows, len(keys), row_of(self._layout, devices_of(self.cache)))
 
     @restores
-    def _adopt(self, request: Request, exported: ExportedBlocks) -> None:
+    def _adopt(self, request: Request, tokens: int, rows: jax.Array) -> None:
         write = partial(write_rows, implementation=self.model.implementation)
-        rows = to_device(exported.rows, one_array(self.cache.buffer).sharding)
-        self.cache = self.block_manager.adopt(self.cache, request, exported.num_tokens, rows, write)
+        self.cache = self.block_manager.adopt(self.cache, request, tokens, rows, write)
 
     def _unscheduled(self, prompt: Sequence[int], cache_salt) -> Request:
         """A request that finds prefixes of all of a prompt, without being queued."""
@@ -525,7 +526,8 @@ class Engine(EngineBase):
 
     @restores
     def _run_without_requests(self) -> None:
-        for shape in self.buckets.ready.copy():
+        ready = self.buckets.ready.copy()
+        for shape in [shape for shape in self.buckets.shapes if shape in ready]:  # in one order in all processes
             batches = self.batches(NOTHING, shape)
             self.cache, found = self._layers(shape, self.model, self.cache, self.last, *batches)
             self.warm_up_after(found)

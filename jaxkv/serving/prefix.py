@@ -95,6 +95,8 @@ class _Known:
 
     def __init__(self, keys: Sequence[bytes], pool: BlockPool, tiers: Container[bytes]):
         self._keys, self._pool, self._tiers = keys, pool, tiers
+        self._found: dict[int, int] = {}
+        """What was found: other threads may change what tiers have, and a prefix must be of one moment."""
 
     def __len__(self) -> int:
         """The number of full blocks of the request."""
@@ -104,10 +106,12 @@ class _Known:
         """The id of the block with the content of block number `index`, `OFFLOADED`, or `ABSENT` if there is none."""
         if not 0 <= index < len(self._keys):
             return ABSENT
-        block = self._pool.find(self._keys[index])
-        if block is None:
-            return OFFLOADED if self._keys[index] in self._tiers else ABSENT
-        return block
+        if index not in self._found:
+            block = self._pool.find(self._keys[index])
+            if block is None:
+                block = OFFLOADED if self._keys[index] in self._tiers else ABSENT
+            self._found[index] = block
+        return self._found[index]
 
     def leading(self) -> list[int]:
         """The first blocks, up to the first that is absent."""

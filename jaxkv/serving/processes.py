@@ -9,7 +9,7 @@ from typing import Any, Unpack, override
 import jax
 
 from jaxkv.models.sampling import Sampling
-from jaxkv.serving.base import EngineBase
+from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import Request, RequestOptions
 
@@ -19,7 +19,7 @@ KEPT = 1000
 """The last messages that are kept.  A follower is never so far behind, because steps wait for all processes."""
 
 _numbers = count()
-"""Numbers the leaders of a process, and in the others what follows them."""
+"""Counts leaders in process 0, and calls of `follow` in the others: equal numbers share messages."""
 
 
 class Leader(EngineBase):
@@ -29,9 +29,9 @@ class Leader(EngineBase):
     then makes a Leader of its engine and uses it like an engine, also in an `AsyncEngine`; the others call
     `follow(engine)`.  Each step runs in all processes, with the same requests.
 
-    A process group lives and dies as a whole, which is JAX's way.  If a process ends, the others end with an error
-    after `heartbeat_timeout_seconds` of `jax.distributed.initialize`, and whoever started them starts them again.  An
-    exception in a step ends this engine: one process cannot be restored without the others.
+    As everywhere in JAX, all processes end if one does: the others end with an error after `heartbeat_timeout_seconds`
+    of `jax.distributed.initialize`, and whoever started them starts them again.  An exception in a step ends this
+    engine, and `follow` in the others: one process cannot be restored without the others.
 
     Args:
       engine: of process 0.
@@ -50,6 +50,7 @@ class Leader(EngineBase):
         self._messages = _Messages()
         self._new: list[list[Any]] = []
         """What has happened since the last message."""
+        self._send(["begin", _ready(engine)])
 
     @property
     @override
@@ -72,40 +73,52 @@ class Leader(EngineBase):
 
     @override
     def add(self, request):
-        self.check_usable()
-        self.engine.add(request)
-        self._new.append(["add", _described(request)])
+        self._add(request, _described(request))
 
     @override
     def cancel(self, request, *, finish_reason="cancelled"):
         self.check_usable()
-        self.engine.cancel(request, finish_reason=finish_reason)
-        self._new.append(["cancel", request.number, finish_reason])
+        if request not in self.unfinished:
+            self.engine.cancel(request)  # which says why it cannot
+        self._cancel(request, finish_reason)
 
+    @restores
+    def _add(self, request: Request, described: dict[str, Any]) -> None:
+        self._new.append(["add", described])
+        self.engine.add(request)
+
+    @restores
+    def _cancel(self, request: Request, finish_reason: str) -> None:
+        self._new.append(["cancel", request.number, finish_reason])
+        self.engine.cancel(request, finish_reason=finish_reason)
+
+    @restores
     def warm_up(self) -> None:
         """Compiles all programs in all processes, and waits for them."""
-        self._send("warm_up")
+        self._send(["warm_up"])
         self.engine.warm_up()
 
     def close(self) -> None:
         """Ends `follow` in the other processes.  Requests that have not ended stay as they are."""
-        self._send("close")
+        self._send(["close"])
 
     @override
     def _step(self):
-        self._send("step")
-        self.engine._step()
+        if self._new or self.unfinished:  # else messages would be sent without end
+            self._send(["step"])
+            self.engine._step()
 
     @override
     def _restore(self):
-        self._send("close")
+        self._new = []
+        self._send(["fail"])
         raise RuntimeError("one of several processes cannot be restored without the others")
 
     @override
     def _release(self):
         self.engine._release()
 
-    def _send(self, what: str) -> None:
+    def _send(self, what: list[Any]) -> None:
         message, self._new = [self._new, what], []
         self._messages.send(json.dumps(message))
 
@@ -117,15 +130,16 @@ def follow(engine: Engine) -> None:
       engine: of this process, made with the arguments of process 0.
 
     Raises:
-      ValueError: this is process 0, or the engine is not as `Leader` expects it.
-      JaxRuntimeError: another process has ended.
+      ValueError: this is process 0, or the engine is not as `Leader` expects it, or not like that of process 0.
+      RuntimeError: the `Leader` has ended because of an exception.
+      JaxRuntimeError: process 0 has ended.
     """
     _check(engine)
     if jax.process_index() == 0:
         raise ValueError("this is process 0: expected another one; make a `Leader` in process 0")
     requests: dict[int, Request] = {}
     for message in _Messages().received():
-        events, what = json.loads(message)
+        events, (what, *details) = json.loads(message)
         for event, *arguments in events:
             if event == "add":
                 request = _request(*arguments)
@@ -136,9 +150,16 @@ def follow(engine: Engine) -> None:
                 engine.cancel(requests[number], finish_reason=reason)
         if what == "close":
             return
+        if what == "fail":
+            raise RuntimeError("the `Leader` of process 0 has ended because of an exception")
+        if what == "begin" and details != [_ready(engine)]:
+            raise ValueError(
+                f"the engine of process 0 has the programs {details[0]}, and this one {_ready(engine)}: expected "
+                "engines with the same arguments, which have not been warmed up; call `warm_up` of the Leader"
+            )
         if what == "warm_up":
             engine.warm_up()
-        else:
+        elif what == "step":
             engine.step()
         requests = {number: request for number, request in requests.items() if request.finish_reason is None}
 
@@ -172,9 +193,14 @@ class _Messages:
                     raise
 
 
+def _ready(engine: Engine) -> list[list[int]]:
+    """The shapes of steps with a program, one of which every process must choose for a step."""
+    return sorted(map(list, engine.buckets.ready))
+
+
 def _described(request: Request) -> dict[str, Any]:
     """A request as JSON can have it."""
-    return {
+    described = {
         "prompt": request.prompt,
         "max_tokens": request.max_tokens,
         "sampling": asdict(request.sampling),
@@ -183,6 +209,7 @@ def _described(request: Request) -> dict[str, Any]:
         "num_logprobs": request.num_logprobs,
         "cache_salt": [part.hex() for part in request.cache_salt],
     }
+    return json.loads(json.dumps(described, default=lambda number: number.item()))  # of NumPy
 
 
 def _request(described: dict[str, Any]) -> Request:

@@ -22,7 +22,7 @@ class StepTimes:
     A step takes the time from the read of the previous step to its own, or from when it was scheduled if that is later.
     That is the time between two tokens of a request which decodes in both.  The estimate of a shape is the median of
     its measurements.  That of a shape with too few is on the line through the estimates of the others, by their tokens,
-    padding included.
+    padding included.  It is infinite until a shape with chunks has been measured.
 
     Args:
       bound: seconds.
@@ -71,7 +71,9 @@ class StepTimes:
         for shape, taken in self.measured:
             seconds[shape].append(taken)
         known = {shape: median_low(taken) for shape, taken in seconds.items() if len(taken) >= LEAST}
-        offset, slope = _line([self._tokens(shape) for shape in known], [*known.values()])
+        # Steps without chunks take about the same time, however many rows they have: alone, they say nothing of chunks.
+        measured = known if any(shape.chunks for shape in known) else {}
+        offset, slope = _line([self._tokens(shape) for shape in measured], [*measured.values()])
         return lambda shape: known.get(shape, offset + slope * self._tokens(shape))
 
 

@@ -45,6 +45,13 @@ class OpenPull:
             raise TimeoutError(f"nothing has arrived from {name} for {now - self.last_arrival:.1f} s")
         return arrivals
 
+    def release(self) -> None:
+        """Ends the pull."""
+        try:
+            self.pull.release()
+        except Exception as error:
+            _log.warning("a pull of %s was not released: %s", type(self.connector).__name__, error)
+
 
 class Load:
     """Blocks that connectors bring into a cache while others use it.
@@ -63,7 +70,7 @@ class Load:
     def cancel(self) -> None:
         """Ends the load.  What it has not written to the cache by now is never written."""
         while self.pulls:
-            self.pulls.pop().pull.release()
+            self.pulls.pop().release()
 
 
 class Tiers:
@@ -126,15 +133,16 @@ class Tiers:
 
     def begin(self, load: Load, cache: KVCache) -> None:
         """Begins to load blocks into the cache, which `advance` continues."""
-        left = list(load.contents)
+        left = dict.fromkeys(load.contents)
         try:
             for connector in self._connectors:
                 if keys := [key for key in left if key in connector]:
                     pull = connector.pull(keys, one_array(cache.buffer).sharding)
                     load.pulls.append(OpenPull(connector, pull, set(keys)))
-                    left = [key for key in left if key not in keys]
+                    for key in keys:
+                        del left[key]
             if left:
-                raise KeyError(left[0].hex())
+                raise KeyError(next(iter(left)).hex())
         except Exception as error:
             self._load_failed(load, error)
 
@@ -168,7 +176,7 @@ class Tiers:
                 arrivals += new
                 if not opened.missing:
                     load.pulls.remove(opened)
-                    opened.pull.release()
+                    opened.release()
         except Exception as error:
             self._load_failed(load, error)
         return [] if load.has_failed else arrivals
@@ -192,7 +200,10 @@ class Tiers:
     def drop_failed_offers(self) -> None:
         """Removes from connectors what a failed program has computed."""
         for connector in self._connectors:
-            connector.drop_failed_offers()
+            try:
+                connector.drop_failed_offers()
+            except Exception as error:
+                self._failed("of a failed step may not have been forgotten", 0, error)
 
     def _load_failed(self, load: Load, error: Exception) -> None:
         load.has_failed = True

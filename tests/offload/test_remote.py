@@ -1,7 +1,10 @@
 """Blocks that an engine pulls from the host pool of another; and whatever may go wrong on the way."""
 
+import json
 import socket
 import time
+from contextlib import contextmanager, suppress
+from threading import Thread
 
 import numpy as np
 import pytest
@@ -154,6 +157,42 @@ def test_blocks_that_the_pool_has_lost(pair, monkeypatch, caplog):
     assert serve(both.engine(), LONG) == 0
 
 
+def test_a_reply_without_blocks_does_not_end_the_connection(pair, monkeypatch):
+    both = pair()
+    served = both.engine()
+    link = both.blocks._peers[0]._link
+    with monkeypatch.context() as lost:
+        rows = both.pool.rows
+        lost.setattr(both.pool, "rows", lambda keys: rows(()))
+        assert serve(served, LONG) == 0
+    assert serve(both.engine(), LONG) == 40
+    assert both.blocks._peers[0]._link is link
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_more_pulls_than_a_server_answers_at_once(cancelled, pair):
+    both = pair()
+    prompts = [prompt(13, seed=n) for n in range(2 * remote.MAX_OFFERS)]
+    for tokens in prompts:
+        serve(both.first, tokens, count=1)
+    both.keys = list(both.pool._chunks._places)
+    served = both.engine(num_blocks=64, max_requests=len(prompts))
+    link = both.blocks._peers[0]._link
+    requests = [served.submit(tokens, max_tokens=3) for tokens in prompts]
+    served.step()
+    if cancelled:
+        for request in requests:
+            served.cancel(request)
+        requests = [served.submit(tokens, max_tokens=3) for tokens in prompts]
+    list(served.run())
+    for request in requests:
+        assert request.generated == right(request.prompt, 3)
+    assert served.prefix_stats.loaded == 12 * len(prompts)
+    assert served.tiers.failures == 0
+    assert both.blocks._peers[0]._link is link
+    assert not both.blocks._peers[0]._requests
+
+
 def test_evicted_blocks_are_reported(pair):
     both = pair()
     assert both.blocks.wait_for(both.keys, 30)
@@ -211,6 +250,72 @@ def test_strangers_do_not_delay_others(pair):
         blocks = RemoteBlocks(MODEL.layout(1, 4), [both.server.address], authkey=b"password", transport=JaxTransport())
         assert blocks.wait_for(both.keys, 30)
         blocks.close()
+
+
+def test_who_says_nothing_is_disconnected(pair, monkeypatch):
+    monkeypatch.setattr(remote, "HANDSHAKE_SECONDS", 1)
+    both = pair()
+    with socket.create_connection(both.server.address) as silent:
+        silent.settimeout(30)
+        while silent.recv(1000):  # the challenge, and then the end
+            pass
+    with silent_listener() as (address, connected):
+        blocks = RemoteBlocks(MODEL.layout(1, 4), [address], authkey=b"password", transport=JaxTransport())
+        until(lambda: len(connected) > 1)  # it has tried again
+        blocks.close()
+
+
+@contextmanager
+def silent_listener():
+    """Accepts connections and says nothing."""
+    connected = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def accept():
+            with suppress(OSError):
+                while True:
+                    connected.append(listener.accept()[0])
+
+        Thread(target=accept, daemon=True).start()
+        yield listener.getsockname(), connected
+        listener.shutdown(socket.SHUT_RDWR)
+    for connection in connected:
+        connection.close()
+
+
+def test_a_number_that_is_repeated_ends_the_connection(pair):
+    """Otherwise, offers would be forgotten, with their memory."""
+    both = pair()
+    assert both.blocks.wait_for(both.keys, 30)
+    link = both.blocks._peers[0]._link
+    released = []
+    release = both.transport.release
+    both.transport.release = lambda ticket, fetched: (released.append(fetched), release(ticket, fetched=fetched))
+    for _ in range(2):
+        link._connection.send_bytes(json.dumps({"request": 99, "keys": [both.keys[0].hex()]}).encode())
+    until(lambda: both.blocks._peers[0]._link not in (link, None))
+    until(lambda: released == [False])
+
+
+def test_closing_while_it_connects(pair):
+    both = pair()
+    both.blocks.close()
+    peer = both.blocks._peers[0]
+    until(lambda: peer._link is None)
+    time.sleep(0.1)
+    assert peer._link is None
+
+
+def test_offers_that_are_never_fetched_are_bounded(monkeypatch):
+    monkeypatch.setattr(JaxTransport, "MAX_UNFETCHED", 1000)
+    transport = JaxTransport()
+    tickets = [transport.offer(np.zeros(100)) for _ in range(2)]
+    transport.release(tickets[0], fetched=True)
+    transport.offer(np.zeros(100))
+    for _ in range(2):
+        transport.release(tickets[1], fetched=False)
+    with pytest.raises(MemoryError, match=r"of blocks were offered and never fetched, .* start this process again"):
+        transport.offer(np.zeros(100))
 
 
 @pytest.mark.parametrize(

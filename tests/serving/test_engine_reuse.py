@@ -238,6 +238,23 @@ def test_a_load_that_stops_half_way_leaves_nothing_half_visible(monkeypatch):
     assert serve(other, prompt(22)) == 21
 
 
+@pytest.mark.parametrize("lookups", range(0, 36, 3))
+def test_a_block_that_goes_while_a_prefix_is_looked_up(lookups):
+    """Other threads and processes change what is in a pool: a prefix must be that of one moment."""
+    host = host_pool()
+    serve(engine(connectors=[host]), prompt(22))
+    gone, left = list(host._chunks._places)[2], [True] * lookups
+
+    class Changing(HostPool):
+        def __contains__(self, key):
+            return super().__contains__(key) and (key != gone or bool(left and left.pop()))
+
+    host.__class__ = Changing
+    served = engine(connectors=[host])
+    serve(served, prompt(22))
+    assert served.prefix_stats.found in (8, 20)
+
+
 def test_who_was_sent_back_finds_what_it_had():
     served = engine(num_blocks=8, connectors=[host_pool()], max_requests=2)
     requests = [served.submit(prompt(9, seed=n), max_tokens=16) for n in range(2)]

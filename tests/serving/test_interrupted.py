@@ -36,7 +36,7 @@ TRANSFERS = (
     "jaxlib.",
     "numpy.asarray",
     "numpy.empty",
-    *(f"jaxkv.{module}." for module in ("offload.disk", "offload.host", "serving.pool", "serving.tiers")),
+    *(f"jaxkv.{module}." for module in ("offload.disk", "offload.host", "ops.rows", "serving.pool", "serving.tiers")),
 )
 """Beginnings of the names of what launches, reads, loads, stores or allocates; compiled functions are of "jit"."""
 
@@ -154,8 +154,8 @@ class Toy(Served):
         "likeliest",
         "asarray in Engine._read",
         "copy_blocks",
-        "_read_rows",
-        "_write_rows",
+        "ops.rows.read_rows",
+        "ops.rows.write_rows",
         "to_host",
     )
 

@@ -3,6 +3,7 @@
 from queue import Queue
 
 import jax
+import numpy as np
 import pytest
 
 from jaxkv.models.sampling import Sampling
@@ -88,7 +89,49 @@ def test_an_exception_ends_all(process, monkeypatch):
     with pytest.raises(RuntimeError, match="one of several processes cannot be restored without the others"):
         leader.step()
     assert request.finish_reason is None
-    followed(process, follower)  # ends
+    with pytest.raises(RuntimeError, match="the `Leader` of process 0 has ended because of an exception"):
+        followed(process, follower)
+
+
+@pytest.mark.parametrize("method", ["add", "cancel"])
+def test_an_exception_between_two_steps_ends_all(method, process, monkeypatch):
+    """One process cannot be restored alone."""
+    leader, follower = Leader(engine()), engine()
+    request = leader.submit(prompt(9), max_tokens=6)
+    leader.step()
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(leader.engine, method, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        leader.cancel(request) if method == "cancel" else leader.submit(prompt(5), max_tokens=3)
+    with pytest.raises(RuntimeError, match="one of several processes cannot be restored"):
+        leader.step()
+    with pytest.raises(RuntimeError, match="has ended because of an exception"):
+        followed(process, follower)
+
+
+def test_what_a_message_may_have(process):
+    leader, follower = Leader(engine()), engine()
+    sampling = Sampling(temperature=np.float32(0.5), seed=np.int64(3))
+    request = leader.submit(prompt(5), max_tokens=3, sampling=sampling)
+    leader.cancel(request, finish_reason="enough")
+    with pytest.raises(ValueError, match="it ended with 'enough'"):
+        leader.cancel(request)
+    for _ in range(5):
+        leader.step()  # sends one message
+    leader.close()
+    assert Messages.queue.qsize() == 3
+    assert followed(process, follower) == [(request.number, [], "enough")]
+
+
+def test_engines_with_other_programs(process):
+    Leader(engine())
+    other = engine()
+    other.warm_up()
+    with pytest.raises(ValueError, match="expected engines with the same arguments, which have not been warmed up"):
+        followed(process, other)
 
 
 @pytest.mark.parametrize(

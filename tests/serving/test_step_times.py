@@ -90,6 +90,11 @@ def test_unknown_shapes_are_on_the_line_through_the_known_ones():
     assert times_of(100.0, *decode, *small[1:]).within(SHAPES[1:]) == SHAPES[1:2]
 
 
+def test_steps_without_chunks_say_nothing_of_chunks():
+    decode = [(0, requests, 1.0) for requests in (1, 2, 3)] * LEAST
+    assert times_of(2.0, *decode).within(SHAPES) == SHAPES[:1]
+
+
 def test_what_was_measured_counts_more_than_the_line_until_it_is_old():
     decode, small, large = ([(chunks, 3, seconds)] * LEAST for chunks, seconds in ((0, 1.0), (1, 2.0), (16, 50.0)))
     times = times_of(20.0, *large, *decode, *small)
