@@ -59,7 +59,7 @@ HANDSHAKE_SECONDS = 10
 RETRY_SECONDS = 1.0
 """The time between two attempts to connect to a server."""
 SILENT_SECONDS = 30.0
-"""So long a server that has not replied in time is not asked, unless it says something."""
+"""For so long, a server that has not replied in time is not asked, unless it says something."""
 POLL_SECONDS = 0.0005
 """The time between two looks at a transfer, while the engine waits for it."""
 
@@ -240,8 +240,8 @@ class RemoteBlocks(Connector):
     """Blocks of host pools in other processes, which `BlockServer`s let this one pull.
 
     Servers may start later, end, and start again: a thread per server connects whenever it can.  A pull fails at once
-    if its server ends or no longer has a block.  If a server says nothing for `pull_timeout` seconds during a pull, its
-    blocks count as absent until it says something.  Nothing is offered to servers.
+    if its server ends or no longer has a block.  If a server does not reply within `pull_timeout` seconds, its blocks
+    count as absent for 30 seconds, or until it says something.  Nothing is offered to servers.
 
     Args:
       layout: the layout of the blocks, that of the pools of the servers.
