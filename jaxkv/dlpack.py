@@ -172,7 +172,12 @@ def to_array(name: str, tensor: Any, size: int, dtype: jnp.dtype, *, copy: bool)
         part = tensor.reshape(-1)[:size]
         if not isinstance(tensor, jax.Array) and Exported.by(name, part).address != facts.address:
             raise ValueError(f"`{name}.reshape(-1)` is a copy of it: expected a view; pass a tensor of shape ({size},)")
-    array = jnp.from_dlpack(part)
+    try:
+        array = jnp.from_dlpack(part)
+    except BufferError as error:  # before 0.12, JAX asks for a version of DLPack without read-only memory
+        raise ValueError(
+            f"JAX {jax.__version__} cannot share `{name}`: {error}; expected memory that may be written, or a newer JAX"
+        ) from error
     # JAX's own `copy=True` shares memory on CPUs, and its `copy=False` does not find every copy.
     if copy:
         return jax.block_until_ready(jnp.array(array, copy=True))

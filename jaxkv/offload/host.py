@@ -278,7 +278,7 @@ class HostPool(Connector):
                 f"`disk` holds blocks that are divided over {disk.devices} devices: expected {devices}, `devices`"
             )
         self.cache_layout = layout if cache_layout is None else cache_layout
-        self._conversion = transfers.conversion_between(self.cache_layout, layout)
+        self._conversion = None if cache_layout is None else transfers.conversion_between(cache_layout, layout)
         if self._conversion is not None and devices > 1:
             raise ValueError(
                 f"`cache_layout` has other blocks than `layout`, and `devices` is {devices}: expected the same blocks, "

@@ -15,7 +15,6 @@ from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv.ops.blocks import Conversion
 from jaxkv.ops.rows import devices_of, rows_sharding
-from jaxkv_kernels.addressing import one_array
 from jaxkv_kernels.formats.entries import Entry
 
 Layout = CacheLayout | PackedLayout
@@ -88,9 +87,10 @@ def check_exchange(cache: KVCache, layout: Layout, devices: int = 1) -> None:
 
     If `layout` is packed, `cache` may be a view of any group.
     """
-    if not isinstance(cache, KVCache) or one_array(cache.buffer).ndim != 1 or devices_of(cache) < 2:
+    if isinstance(cache, KVCache):
+        check_one_buffer("cache", cache.layout)
+    if not isinstance(cache, KVCache) or devices_of(cache) < 2:
         check_cache(cache, Entry)  # which does not know caches on several devices
-    check_one_buffer("cache", cache.layout)
     if cache.layout.fingerprint != layout.fingerprint:
         raise ValueError(
             "`cache` has other blocks than the pool is for: make another pool, or one that converts them "

@@ -167,7 +167,7 @@ def convert_blocks(
     conversion = Conversion.of(src, dst, table)
     dims = Dims(E=(conversion.row_elements, "the elements of a block of `src`"))
     rows = jnp.asarray(dims.check("data", data, "n E", (str(conversion.dtype),)))
-    return conversion.run(rows[None], conversion.count(len(rows), num_tokens))[0]
+    return conversion.run(conversion.bits_of(rows)[None], conversion.count(len(rows), num_tokens))[0]
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Conversion:
         if table is None and len(tables) == 1:
             (table,) = tables
         check_same_groups(groups, layouts, free=free, table=table)
-        if table not in tables:
+        if table is None or table not in tables:
             raise ValueError(
                 f"`table` is {table!r}: expected one of {', '.join(map(repr, tables))}, the table of these blocks"
             )
@@ -243,10 +243,13 @@ class Conversion:
             )
         return number
 
+    def bits_of(self, rows: ArrayLike) -> jax.Array:
+        """Rows of the source as unsigned integers, for `run`."""
+        return view_as(jnp.asarray(rows), _bits(self.pairs[0][0]))
+
     def run(self, rows: jax.Array, tokens: int, dst_devices: int = 1) -> jax.Array:
-        """Converts the first `tokens` tokens of rows [devices, n, E] to rows [dst_devices, m, E]."""
-        (first, target), *_ = self.pairs
-        rows = view_as(rows, _bits(first))
+        """Converts the first `tokens` tokens of rows [devices, n, E], from `bits_of`, to rows [dst_devices, m, E]."""
+        _, target = self.pairs[0]
         count = -(-self.dst_shards.largest_share(tokens) // self.dst_size)
         out = jnp.zeros((dst_devices, count, target.pages.block_elements), _bits(target))
         for (old, new), rate in zip(self.pairs, self.rates, strict=True):

@@ -62,14 +62,14 @@ def convert_blocks(
     dims = Dims(E=(conversion.row_elements, "the elements of a block of `src`"))
     dtypes = (str(conversion.dtype),)
     if isinstance(data, list | tuple):
-        rows = [dims.check(f"data[{i}]", array, "n E", dtypes) for i, array in enumerate(data)]
-        if not rows:
+        parts = [dims.check(f"data[{i}]", array, "n E", dtypes) for i, array in enumerate(data)]
+        if not parts:
             raise ValueError("`data` is empty: expected an array [n, E] for each device of the source")
-        rows = jnp.stack(rows)
+        rows = jnp.stack([conversion.bits_of(part) for part in parts])
     else:
-        rows = jnp.asarray(dims.check("data", data, "devices n E", dtypes))
-    parts = _source_parts(conversion, rows.shape[0])
-    targets = _target_parts(conversion, parts) * conversion.dst_shards.num_shards
+        rows = conversion.bits_of(dims.check("data", data, "devices n E", dtypes))
+    divided = _source_parts(conversion, rows.shape[0])
+    targets = _target_parts(conversion, divided) * conversion.dst_shards.num_shards
     return conversion.run(rows, conversion.count(rows.shape[1], num_tokens), targets)
 
 
@@ -93,7 +93,7 @@ def _source_parts(conversion: Conversion, devices: int) -> int:
 
 def _target_parts(conversion: Conversion, parts: int) -> int:
     """Over how many devices the target divides heads; ValueError if the groups do not agree."""
-    found = {}
+    found: dict[int, tuple[int, int]] = {}
     for old, new in conversion.pairs:
         heads = old.num_heads * parts
         count, rest = divmod(heads, new.num_heads)

@@ -126,7 +126,7 @@ def test_all_tokens_by_default():
 def test_every_device_has_the_rows_that_device_0_needs():
     dst = layout(shards=jaxkv.TokenShards(2, 6))
     for tokens, rows in ((4, 1), (5, 2), (6, 2), (12, 2), (14, 2), (15, 3)):
-        run = partial(convert_divided, src=layout(), dst=dst, num_tokens=tokens)
+        run = partial(parallel.convert_blocks, src=layout(), dst=dst, num_tokens=tokens)
         assert jax.eval_shape(run, rows_of(layout(), 1, 4)).shape[:2] == (2, rows)
 
 

@@ -15,9 +15,13 @@ from jaxkv import parallel
 from jaxkv.testing.buffers import to_bytes, to_cache
 from support import scenes
 from support.compare import assert_same_bits
+from support.emitters import DEFAULT_EMITTERS
 
-convert_divided = jax.jit(parallel.convert_blocks, static_argnames=("src", "dst", "table", "num_tokens"))
-convert = jax.jit(jaxkv.convert_blocks, static_argnames=("src", "dst", "table", "num_tokens"))
+_options = {"static_argnames": ("src", "dst", "table", "num_tokens"), "compiler_options": DEFAULT_EMITTERS}
+convert_divided = jax.jit(parallel.convert_blocks, **_options)
+convert = jax.jit(jaxkv.convert_blocks, **_options)
+_read = jax.jit(jaxkv.read_blocks, compiler_options=DEFAULT_EMITTERS)
+_write = jax.jit(jaxkv.write_blocks, compiler_options=DEFAULT_EMITTERS)
 
 
 class Division(NamedTuple):
@@ -97,13 +101,13 @@ def noise(layout, seed):
 
 def read(layout, buffers, blocks):
     """The payloads of blocks of every device, [devices, n, E]."""
-    return jnp.stack([jaxkv.read_blocks(to_cache(layout, buffer), jnp.asarray(blocks)) for buffer in buffers])
+    return np.stack([_read(to_cache(layout, buffer), jnp.asarray(blocks)) for buffer in buffers])
 
 
 def written(layout, rows, blocks):
     """The bytes of caches of zeros after payloads [devices, n, E] were written to blocks."""
     zeros = jaxkv.KVCache.zeros(layout)
-    return [to_bytes(jaxkv.write_blocks(zeros, jnp.asarray(blocks), own)) for own in rows]
+    return [to_bytes(_write(zeros, jnp.asarray(blocks), own)) for own in np.asarray(rows)]
 
 
 def check(src, dst, tokens, divisions=(ONE, ONE), run=None):
