@@ -79,25 +79,26 @@ def main(address, number):
 
 def serve_from_process_0(model, number):
     """One process takes requests, and the other follows, with chunks, priorities, preemption, samples and an end."""
-    engine = serving.Engine(model, num_blocks=24, block_size=16, max_requests=3, chunk=16)
+    sizes = {"num_blocks": 24, "block_size": 16, "max_requests": 3, "chunk": 16, "max_num_batched_tokens": 35}
+    engine = serving.Engine(model, **sizes)
     if number:
         serving.follow(engine)
         assert not engine.unfinished
         return
     with np.load(MODEL / "truth.npz") as truth:
-        sizes = zip(truth["prompts"].tolist(), truth["prompt_lens"].tolist(), truth["tokens"].tolist(), strict=True)
-        pairs = [(prompt[:length], tokens[:40]) for prompt, length, tokens in sizes]
+        columns = (truth[name].tolist() for name in ("prompts", "prompt_lens", "tokens"))
+        pairs = [(prompt[:length], tokens[:24]) for prompt, length, tokens in zip(*columns, strict=True)]
     leader = serving.Leader(engine)
-    requests = [leader.submit(prompt, max_tokens=40, stop=()) for prompt, _ in pairs[:2]]
+    requests = [leader.submit(prompt, max_tokens=24, stop=()) for prompt, _ in pairs[:2]]
     for step in range(400):
         leader.step()
         if step == 4:
-            requests += [leader.submit(prompt, max_tokens=40, stop=(), priority=1) for prompt, _ in pairs[2:]]
+            requests += [leader.submit(prompt, max_tokens=24, stop=(), priority=1) for prompt, _ in pairs[2:]]
             sampled = leader.submit(pairs[0][0], max_tokens=8, sampling=models.Sampling(1.0, seed=3), cache_salt="a")
-            ended = leader.submit(pairs[1][0], max_tokens=40, stop=())
-        if step == 20:
+            ended = leader.submit(pairs[1][0], max_tokens=24, stop=())
+        if step == 16:
             leader.cancel(ended, finish_reason="enough")
-        if step > 20 and not leader.unfinished:
+        if step > 16 and not leader.unfinished:
             break
     leader.close()
     assert [request.generated for request in requests] == [tokens for _, tokens in pairs]
