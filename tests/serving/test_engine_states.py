@@ -52,17 +52,17 @@ def test_cold_and_from_each_tier_the_tokens_are_the_same(family, block_size, ord
         return HostPool(layout, 40, disk=DiskPool(tmp_path, layout, model=name))
 
     host = pools()
-    first = start(host)
+    first = start([host])
     assert send(first) == 0
     assert send(first, count=8) == 192
     assert first.prefix_stats.loaded == 0
     assert send(first, known=50) == 250 // block_size * block_size  # decoded tokens fill blocks, too
-    second = start(host)
+    second = start([host])
     assert send(second, count=8) == 192
     assert host.stats.read == 0
     host.flush()
     host = pools()
-    third = start(host)
+    third = start([host])
     assert send(third, count=8) == 192
     assert host.stats.read == 192 // block_size + 1  # entries of all blocks, and the last state
 
