@@ -174,7 +174,7 @@ def to_array(name: str, tensor: Any, size: int, dtype: jnp.dtype, *, copy: bool)
             raise ValueError(f"`{name}.reshape(-1)` is a copy of it: expected a view; pass a tensor of shape ({size},)")
     try:
         array = jnp.from_dlpack(part)
-    except BufferError as error:  # before 0.12, JAX asks for a version of DLPack without read-only memory
+    except BufferError as error:  # before 0.12, JAX requests a version of DLPack that has no read-only memory
         raise ValueError(
             f"JAX {jax.__version__} cannot share `{name}`: {error}; expected memory that may be written, or a newer JAX"
         ) from error

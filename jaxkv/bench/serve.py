@@ -12,6 +12,7 @@ With --soak, nothing is timed: requests come and are cancelled at random, and th
 import argparse
 import math
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -239,7 +240,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     budget = "tokens per step, at least one chunk more than --max-requests; default ten chunks more"
     parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help=budget)
     bound = "seconds that a step with chunks should take at most while requests decode; default no bound"
-    parser.add_argument("--max-time-between-tokens", type=_seconds, metavar="SECONDS", help=bound)
+    parser.add_argument(
+        "--max-time-between-tokens", type=_between(LEAST_SECONDS, MOST_SECONDS), metavar="SECONDS", help=bound
+    )
     blocks = "blocks in the cache, usually of 64 tokens; by default enough for the requests that run at once"
     parser.add_argument("--blocks", type=positive, metavar="N", help=blocks)
     many = "requests per load; default four times those that run at once"
@@ -249,9 +252,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     lengths = "file with a line for each request: its prompt and output tokens; instead of drawn lengths"
     parser.add_argument("--lengths", type=Path, metavar="FILE", help=lengths)
     loads = "loads after saturation, as fractions of it (0.5 0.8)"
-    parser.add_argument("--loads", type=_load, nargs="*", default=[0.5, 0.8], metavar="X", help=loads)
+    parser.add_argument(
+        "--loads", type=_between(LEAST_LOAD, MOST_LOAD), nargs="*", default=[0.5, 0.8], metavar="X", help=loads
+    )
     soaked = "instead, submit and cancel requests for so long, at several times saturation, and compare their tokens"
-    parser.add_argument("--soak", type=_seconds, metavar="SECONDS", help=soaked)
+    parser.add_argument("--soak", type=_between(LEAST_SECONDS, MOST_SECONDS), metavar="SECONDS", help=soaked)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
@@ -392,24 +397,19 @@ def _record(file: Path | None, about: dict[str, Any]) -> None:
         write_json(file, about)
 
 
-def _load(text: str) -> float:
-    try:
-        load = float(text)
-    except ValueError:
-        load = math.nan
-    if not LEAST_LOAD <= load <= MOST_LOAD:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_LOAD} to {MOST_LOAD}")
-    return load
+def _between(least: float, most: float) -> Callable[[str], float]:
+    """Parses a number of this range."""
 
+    def parsed(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number from {least} to {most}")
+        return number
 
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not LEAST_SECONDS <= seconds <= MOST_SECONDS:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number from {LEAST_SECONDS} to {MOST_SECONDS}")
-    return seconds
+    return parsed
 
 
 def _lengths(args: argparse.Namespace) -> Lengths:

@@ -56,7 +56,7 @@ class Connector(ABC):
     and groups, as a row of `read_rows`: E elements of the layout's dtype, `devices * layout.block_nbytes` bytes (of any
     group of a `PackedLayout`).
 
-    An engine with `connectors=[connector]` asks `in` for the blocks of every request that joins, offers every block
+    An engine with `connectors=[connector]` looks up the blocks of every request that joins by `in`, offers every block
     that it fills, and pulls the blocks that its cache lacks while other requests run.  It calls all methods from the
     thread that steps it, so they must not wait for a disk or another machine: threads of the connector do that.  If a
     method raises an Exception, the engine logs it in one line and goes on without the blocks.  Requests never fail for
@@ -91,7 +91,7 @@ class Connector(ABC):
         Args:
           cache: the cache.  It must not be kept, because the next step donates it.
           blocks: int32 [n], ids of blocks of the cache.
-          keys: their keys [n], none of which was in this connector when the engine asked.  Those of one prompt are in
+          keys: their keys [n], none of which was in this connector when the engine checked.  Those of one prompt are in
             its order.
         """
 

@@ -59,7 +59,7 @@ HANDSHAKE_SECONDS = 10
 RETRY_SECONDS = 1.0
 """The time between two attempts to connect to a server."""
 SILENT_SECONDS = 30.0
-"""For so long, a server that has not replied in time is not asked, unless it says something."""
+"""No requests are sent to a server for this time after it has not replied in time, unless it sends a message."""
 POLL_SECONDS = 0.0005
 """The time between two looks at a transfer, while the engine waits for it."""
 
@@ -277,7 +277,7 @@ class RemoteBlocks(Connector):
 
     @override
     def offer(self, cache, blocks, keys):
-        pass  # who wants blocks of this process makes a BlockServer
+        pass  # a BlockServer, not this, sends blocks of this process to others
 
     @override
     def pull(self, keys, sharding):
@@ -293,7 +293,7 @@ class RemoteBlocks(Connector):
         return _RemotePull(parts, self.pull_timeout)
 
     def wait_for(self, keys: Sequence[bytes], timeout: float) -> bool:
-        """Waits until servers have told that they have all of these blocks; returns whether they did in time.
+        """Waits until servers have reported all of these blocks; returns whether they did in time.
 
         A request that is submitted before that computes its blocks.
         """
@@ -312,7 +312,7 @@ class RemoteBlocks(Connector):
 
 @dataclass(eq=False)
 class _Request:
-    """What was asked of a server."""
+    """A request for blocks, sent to a server."""
 
     keys: tuple[bytes, ...]
     sent: float | None = None
@@ -326,14 +326,14 @@ class _Request:
 
 
 class _Peer:
-    """A server as an engine sees it: what it has, and what was asked of it."""
+    """The client of one server: which blocks the server has, and the requests that were sent to it."""
 
     def __init__(self, address: Address, authkey: bytes, layout: str, row: jax.ShapeDtypeStruct, transport: Transport):
         self._address, self._authkey, self._transport = address, authkey, transport
         self._layout, self._row = layout, row
         self._keys: set[bytes] = set()
         self._silent_until = 0.0
-        """Until when it is not asked, by `time.monotonic`, because it has not replied in time."""
+        """No requests are sent before this time of `time.monotonic`, because it has not replied in time."""
         self._lock = Lock()
         """Held while the following change."""
         self._link: _Link | None = None
@@ -350,7 +350,7 @@ class _Peer:
         return key in self._keys and time.monotonic() >= self._silent_until
 
     def request(self, keys: tuple[bytes, ...]) -> tuple[int, _Request]:
-        """Asks for blocks; returns a number for `done`, and what becomes of them."""
+        """Requests blocks; returns the number of the request, for `done`, and the request."""
         self.sweep()
         request = _Request(keys)
         with self._lock:
@@ -410,7 +410,7 @@ class _Peer:
                         deliver_challenge(connection, self._authkey)
                     self._serve(_Link(connection))
             except OSError:
-                pass  # it is not there, or not any more
+                pass  # the server is not running, or the connection has ended
             except Exception as error:
                 found = f"{type(error).__name__}: {error}"
                 if found != self._logged:  # it is tried again and again

@@ -99,7 +99,7 @@ class Engine(EngineBase):
         chunks per step than that allows, by the times of earlier steps.  At first, and if even the fewest chunks take
         longer, a step has the fewest for which there is a program, so that prompts always continue.  Steps without
         chunks, and those in which nothing decodes, are not affected.  Default: no bound.
-      connectors: where blocks are also offered and found, such as a `HostPool`, in the order in which they are asked.
+      connectors: where blocks are also offered and found, such as a `HostPool`, in the order of the search.
         Each must be made for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the
         engine.
       drafts: how the next tokens are drafted, by `MTP` or `NGram`, so that a step may add several tokens to a request;
