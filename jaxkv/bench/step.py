@@ -149,7 +149,8 @@ class Steps:
         positions = jnp.broadcast_to(jnp.arange(tokens - new_tokens, tokens), (requests, new_tokens))
         slots = jaxkv.slots_for(first, positions, block_size=model.usual_block_size)
         self._index = jnp.full(requests, tokens, jnp.int32), tables if len(tables) > 1 else first, slots
-        self._tokens = jnp.zeros((requests, new_tokens), jnp.int32)
+        # Random ones: equal tokens would all choose the same experts, and the others' weights would not be read.
+        self._tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (requests, new_tokens), np.int32))
         self._run: Any = jax.jit(_step, donate_argnums=(1, 2), compiler_options=model.compiler_options)
 
     def compile(self) -> None:

@@ -116,6 +116,11 @@ class Batch:
             None if scale is None else rope.query_scales(scale, positions),
         )
 
+    @property
+    def is_padding(self) -> jax.Array:
+        """bool, the shape of the tokens: those before the new tokens of their row, and all of an empty row."""
+        return self.positions < 0
+
     def slots_of(self, table: str, block_size: int) -> jax.Array:
         """The slots of the new tokens, int32 [B * Q], in a table of blocks with `block_size` tokens."""
         if table == MAIN:

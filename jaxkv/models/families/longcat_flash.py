@@ -132,17 +132,17 @@ def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tupl
         return cache, x, normed, dense(part["dense"], normed)
 
     cache, x, normed, out = half(0, x, cache)
-    divided, whole = _mixture(experts, weights["mixture"], normed, model.parallel)
+    divided, whole = _mixture(experts, weights["mixture"], normed, model.parallel, batch)
     cache, x, _, last = half(1, x + total(out), cache)
     return cache, None, x + total(last + divided) + whole
 
 
-def _mixture(config: Experts, weights, x, parallel: Parallel) -> tuple[jax.Array, jax.Array]:
+def _mixture(config: Experts, weights, x, parallel: Parallel, batch: Batch) -> tuple[jax.Array, jax.Array]:
     """The weighted sums of each token's experts with weights, and of those without, whose output is the token itself.
 
     If devices divide the weights, the former is this device's term of a sum over devices, but the latter is whole.
     """
-    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]))
+    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]), batch)
     has_weights = chosen < config.count
     divided = routed(config, weights["experts"], x, jnp.where(has_weights, chosen, -1), shares, parallel)
     unchanged = jnp.where(has_weights, 0.0, shares).sum(axis=-1).reshape(*x.shape[:-1], 1)

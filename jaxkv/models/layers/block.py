@@ -31,7 +31,7 @@ def pre_norm(attention: AttentionFn) -> Block:
         cache, selected, out = attention(model, config.attention, weights["attention"], normed, cache, batch, layer)
         x = x + total(out)
         normed = rms_norm(x, weights["feed_forward_norm"], config.rms_norm_eps)
-        out = total(feed_forward(config.experts, weights, normed, model.parallel))
+        out = total(feed_forward(config.experts, weights, normed, model.parallel, batch))
         if "feed_forward_post_norm" in weights:
             out = rms_norm(out, weights["feed_forward_post_norm"], config.rms_norm_eps)
         return cache, selected, x + out

@@ -51,7 +51,7 @@ def block(model: Model, weights, x, cache: KVCache, batch: Batch, layer) -> tupl
     x = connections.write(x, out)
     connections = hyper.Connections.of(config.hyper, weights["feed_forward_hyper"], x, eps)
     normed = rms_norm(connections.read(x), weights["feed_forward_norm"], eps)
-    out = feed_forward(config.experts, weights, normed, model.parallel, batch.ids)
+    out = feed_forward(config.experts, weights, normed, model.parallel, batch)
     return cache, None, connections.write(x, out)
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.dispatch import has_kernel, run
+from jaxkv.models.batch import Batch
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers.linear import linear, with_rank
@@ -96,14 +97,14 @@ def swiglu_weights(weight, prefix: str, hidden: int, size: int, experts: int = 0
     }
 
 
-def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, ids=None) -> jax.Array:
-    """The feed-forward of a layer: dense or a mixture, depending on its weights; `ids` are those of `mixture`.
+def feed_forward(experts: Experts | None, weights, x, parallel: Parallel, batch: Batch) -> jax.Array:
+    """The feed-forward of a layer: dense or a mixture, depending on its weights; x are the new tokens of the batch.
 
     If devices divide the weights, the result is this device's term of a sum over devices.
     """
     if experts is None or "dense" in weights:
         return dense(weights["dense"], x)
-    return mixture(experts, weights["mixture"], x, parallel, ids)
+    return mixture(experts, weights["mixture"], x, parallel, batch)
 
 
 def dense(weights, x, limit: float | None = None, alpha: float | None = None) -> jax.Array:
@@ -134,13 +135,12 @@ def _of_one_token(x, gate, up, down, limit: float | None) -> GroupedSwiglu:
     )
 
 
-def mixture(config: Experts, weights, x, parallel: Parallel, ids=None) -> jax.Array:
+def mixture(config: Experts, weights, x, parallel: Parallel, batch: Batch) -> jax.Array:
     """The weighted sum of each token's experts, plus the shared expert; x and the result are [..., hidden].
 
     With a weight "shared_gate" [1, hidden], the shared expert is multiplied by the sigmoid of x's product with it.
-    `ids` are those of the tokens, for layers that choose experts by them; of the shape of x without its last axis.
     """
-    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]), None if ids is None else ids.reshape(-1))
+    chosen, shares = route(config, weights, x.reshape(-1, x.shape[-1]), batch)
     if not config.shared_intermediate_size:
         return routed(config, weights["experts"], x, chosen, shares, parallel)
     shared = tuple(weights["shared"][part] for part in ("gate", "up", "down"))
@@ -169,16 +169,23 @@ def routed(config: Experts, weights, x, chosen, shares, parallel: Parallel, shar
     return parallel.routed(experts, x.reshape(-1, x.shape[-1]), chosen, shares, config.count).reshape(x.shape)
 
 
-def route(config: Experts, weights, x, ids=None) -> tuple[jax.Array, jax.Array]:
+def route(config: Experts, weights, x, batch: Batch | None = None) -> tuple[jax.Array, jax.Array]:
     """The chosen experts of tokens x [T, hidden], int32 [T, per_token], and their weights, float32 of that shape.
 
-    In the first layers of V4, a table has the experts of each token id; `ids` are int32 [T].
+    Padding of the batch chooses no experts, -1: all of it would choose the same ones, whose weights would be read again
+    for every tile of it.  In the first layers of V4, a table has the experts of each token id.
     """
+    chosen, shares = _route(config, weights, x, batch)
+    return (chosen if batch is None else jnp.where(batch.is_padding.reshape(-1, 1), -1, chosen)), shares
+
+
+def _route(config: Experts, weights, x, batch: Batch | None) -> tuple[jax.Array, jax.Array]:
     logits = linear(x.astype(jnp.float32), weights["router"])
     if "logit_bias" in weights:  # GPT-OSS
         logits = logits + with_rank(weights["logit_bias"], logits.ndim)
     if "experts_of_ids" in weights:
-        experts, scores = weights["experts_of_ids"][ids], SCORES[config.scoring](logits)
+        assert batch is not None and batch.ids is not None, "V4 chooses experts by the ids of tokens"
+        experts, scores = weights["experts_of_ids"][batch.ids.reshape(-1)], SCORES[config.scoring](logits)
         return experts, weights_of(scores, experts, normalize=config.normalize, scale=config.scale)
     return select_experts(
         logits,
