@@ -125,7 +125,7 @@ class Buckets:
                     task.result()
         finally:
             threads.shutdown(wait=False, cancel_futures=True)
-        others = ThreadPoolExecutor(max((os.cpu_count() or 1) // 4, 1), thread_name_prefix="jaxkv-compile")
+        others = ThreadPoolExecutor(max((os.cpu_count() or 1) // 2, 1), thread_name_prefix="jaxkv-compile")
         for shape in self.shapes[awaited:]:
             submit(others, shape, (lower() for lower in programs[shape])).add_done_callback(_warn)
         others.shutdown(wait=False)

@@ -7,7 +7,9 @@ import pytest
 import jaxkv
 from jaxkv import models
 from jaxkv.models import NewTokens
-from jaxkv.models.batch import SubBatch
+from jaxkv.models.batch import Batch, SubBatch
+from jaxkv.models.layers.feed_forward import route
+from jaxkv.models.layers.linear import float32_linear
 from support.cases import further, slow
 from support.many_devices import mesh_of, on_several_devices
 from support.recorded import FOLDER, recorded
@@ -116,3 +118,29 @@ def test_what_is_wrong_with_batches():
     with pytest.raises(ValueError, match="`slot_mapping`"):
         models.step(model, cache, one, one._replace(slot_mapping=one.slot_mapping[:, :1]))
     assert isinstance(cache, jaxkv.KVCache)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "longcat_flash"])
+def test_padding_chooses_no_experts(family):
+    model = models.load(FOLDER / family)
+    config, mixture = model.config, model.params["layers"][1]["mixture"]
+    new = rows([(list(range(5)), 2, 0), ([1], 0, 1)], columns=4)._replace(tokens=None)  # 3 tokens of 4, and 1
+    batch = Batch.of(model, model.cache(4, BLOCK), [(new.seq_lens, {"": new.block_tables}, new.slot_mapping)])
+    x = jax.random.normal(jax.random.key(0), (8, config.hidden_size))
+    chosen, shares = route(config.experts, mixture, x, batch)
+    expected, _ = route(config.experts, mixture, x)
+    new_tokens = np.asarray([0, 1, 1, 1, 0, 0, 0, 1], bool)
+    assert (chosen[~new_tokens] == -1).all()
+    np.testing.assert_array_equal(chosen[new_tokens], expected[new_tokens])
+    assert shares.shape == chosen.shape
+
+
+@pytest.mark.parametrize("dtypes", [("bfloat16", "bfloat16"), ("float16", "float16"), ("bfloat16", "float32")])
+def test_float32_linear_rounds_nothing(dtypes):
+    x = jax.random.normal(jax.random.key(0), (3, 9, 2048), dtypes[0])
+    weight = jax.random.normal(jax.random.key(1), (64, 2048), dtypes[1])
+    out = float32_linear(x, weight)
+    assert out.dtype == "float32"
+    right = np.asarray(x, np.float64) @ np.asarray(weight, np.float64).T
+    # If an operand or the result were rounded to 16 bits, the errors would be 0.02 at least.
+    np.testing.assert_allclose(out, right, rtol=0, atol=1e-3)

@@ -60,7 +60,7 @@ def _attention_weights(config: ModelConfig, attention: MLA, weight) -> dict[str,
             "k": weight(f"{prefix}.wk.weight", indexer.head_dim, config.hidden_size),
             "k_norm": weight(f"{prefix}.k_norm.weight", indexer.head_dim),
             "k_norm_bias": weight(f"{prefix}.k_norm.bias", indexer.head_dim),
-            "weights": weight(f"{prefix}.weights_proj.weight", indexer.heads, config.hidden_size, exact=True),
+            "weights": weight(f"{prefix}.weights_proj.weight", indexer.heads, config.hidden_size, lossless=True),
         }
     return tree
 

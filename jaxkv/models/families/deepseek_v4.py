@@ -225,7 +225,7 @@ def _attention_weights(config: ModelConfig, attention: Any, weight, layer: int) 
         indexer = attention.indexer
         tree["indexer"] = {
             "q": weight("attn.indexer.wq_b.weight", (indexer.heads * indexer.head_dim, rank)),
-            "weights": weight("attn.indexer.weights_proj.weight", (indexer.heads, hidden), exact=True),
+            "weights": weight("attn.indexer.weights_proj.weight", (indexer.heads, hidden), lossless=True),
             "compressor": _compressor_weights(
                 weight, "attn.indexer.compressor", attention.csa_rate, indexer.head_dim, hidden, halves=True
             ),
@@ -247,7 +247,7 @@ def _mixture_weights(config: ModelConfig, experts: Any, weight, layer: int) -> d
     hidden, size = config.hidden_size, experts.intermediate_size
     names = {"gate": ("w1", (size, hidden)), "down": ("w2", (hidden, size)), "up": ("w3", (size, hidden))}
     tree = {
-        "router": weight("ffn.gate.weight", (experts.count, hidden), exact=True),
+        "router": weight("ffn.gate.weight", (experts.count, hidden), lossless=True),
         "experts": {
             part: weight(f"ffn.experts.{EXPERT}.{name}.weight", shape, experts=experts.count)
             for part, (name, shape) in names.items()

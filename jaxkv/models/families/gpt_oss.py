@@ -62,7 +62,7 @@ def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
     both = {"experts": count, "packed": (0, 2 * size), "step": 2}
     second, down = {**both, "packed": (1, 2 * size)}, {"experts": count, "packed": (0, hidden)}
     mixture = {
-        "router": weight("mlp.router.weight", count, hidden, exact=True),
+        "router": weight("mlp.router.weight", count, hidden, lossless=True),
         "logit_bias": weight("mlp.router.bias", count, exact=True),
         "experts": {
             "gate": weight("mlp.experts.gate_up_proj", size, hidden, swapped=True, **both),

@@ -94,7 +94,7 @@ def _weights(config: ModelConfig, layer: int) -> dict[str, Any]:
         }
 
     mixture = {
-        "router": weight("mlp.router.classifier.weight", routes, hidden, exact=True),
+        "router": weight("mlp.router.classifier.weight", routes, hidden, lossless=True),
         "router_bias": weight("mlp.router.e_score_correction_bias", routes, exact=True),
         "experts": swiglu_weights(
             weight, f"mlp.experts.{EXPERT}", hidden, experts.intermediate_size, experts=experts.count

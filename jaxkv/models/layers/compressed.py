@@ -31,7 +31,7 @@ from jaxkv.models.cache_groups import MAIN, WINDOW
 from jaxkv.models.config import CompressedAttention
 from jaxkv.models.layers import hyper, rope
 from jaxkv.models.layers.feed_forward import feed_forward
-from jaxkv.models.layers.linear import linear, normalised, product, rms_norm
+from jaxkv.models.layers.linear import float32_linear, linear, normalised, product, rms_norm
 from jaxkv.models.model import Model
 from jaxkv.ops.indexer import indexer_logits, select_topk
 from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
@@ -151,7 +151,7 @@ def _index_queries(config: CompressedAttention, weights, x, q_latent, cos, sin) 
     indexer = config.indexer
     q = linear(q_latent, weights["q"]).reshape(*x.shape[:2], indexer.heads, indexer.head_dim)
     scale = (indexer.heads * indexer.head_dim) ** -0.5
-    return rope.rotate_last(q, cos, sin), linear(x.astype(jnp.float32), weights["weights"]) * scale
+    return rope.rotate_last(q, cos, sin), float32_linear(x, weights["weights"]) * scale
 
 
 def _best_entries(

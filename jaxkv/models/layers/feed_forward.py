@@ -10,7 +10,7 @@ from jaxkv.dispatch import has_kernel, run
 from jaxkv.models.batch import Batch
 from jaxkv.models.config import Experts, ModelConfig
 from jaxkv.models.json_object import JsonObject
-from jaxkv.models.layers.linear import linear, with_rank
+from jaxkv.models.layers.linear import float32_linear, linear, with_rank
 from jaxkv.models.parallel.base import Parallel
 from jaxkv.models.weights.weight import EXPERT, Weight
 from jaxkv.ops.products import grouped_swiglu
@@ -78,7 +78,7 @@ def mixture_weights(config: ModelConfig, experts: Experts, weight) -> dict[str, 
     """The weights of the router, the experts and the shared expert, if any; `weight` as in `layer_weights`."""
     hidden, size = config.hidden_size, experts.intermediate_size
     tree = {
-        "router": weight("mlp.gate.weight", experts.count, hidden, exact=True),
+        "router": weight("mlp.gate.weight", experts.count, hidden, lossless=True),
         "experts": swiglu_weights(weight, f"mlp.experts.{EXPERT}", hidden, size, experts=experts.count),
     }
     if experts.shared_intermediate_size:
@@ -180,12 +180,12 @@ def route(config: Experts, weights, x, batch: Batch | None = None) -> tuple[jax.
 
 
 def _route(config: Experts, weights, x, batch: Batch | None) -> tuple[jax.Array, jax.Array]:
-    logits = linear(x.astype(jnp.float32), weights["router"])
+    logits = float32_linear(x, weights["router"])
     if "logit_bias" in weights:  # GPT-OSS
         logits = logits + with_rank(weights["logit_bias"], logits.ndim)
     if "experts_of_ids" in weights:
-        assert batch is not None and batch.ids is not None, "V4 chooses experts by the ids of tokens"
-        experts, scores = weights["experts_of_ids"][batch.ids.reshape(-1)], SCORES[config.scoring](logits)
+        ids = batch.ids.reshape(-1)  # type: ignore[union-attr]  # such a model has them
+        experts, scores = weights["experts_of_ids"][ids], SCORES[config.scoring](logits)
         return experts, weights_of(scores, experts, normalize=config.normalize, scale=config.scale)
     return select_experts(
         logits,

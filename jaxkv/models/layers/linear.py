@@ -24,6 +24,17 @@ def linear(x, weight) -> jax.Array:
     return product("...i,oi->...o", x, weight)
 
 
+def float32_linear(x, weight) -> jax.Array:
+    """x @ weight.T in float32, as `linear`; neither operand is rounded.
+
+    If both have the same 16-bit dtype, their products are exact in float32, and a GPU's matrix units compute them.
+    Otherwise both are float32, whose products are several times slower.
+    """
+    if x.dtype != weight.dtype:
+        x = x.astype(jnp.float32)
+    return product("...i,oi->...o", x, weight, dtype=jnp.float32)
+
+
 def with_rank(vector, ndim: int) -> jax.Array:
     """`vector` [n] reshaped to [1, ..., 1, n] with `ndim` axes, for programs that disable implicit rank promotion."""
     return jnp.expand_dims(vector, range(ndim - 1))

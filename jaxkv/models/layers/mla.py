@@ -14,7 +14,7 @@ from jaxkv.models.batch import Batch, SubBatch
 from jaxkv.models.config import MLA, Indexer, ModelConfig, Rope, Yarn
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers import rope
-from jaxkv.models.layers.linear import layer_norm, linear, product, rms_norm
+from jaxkv.models.layers.linear import float32_linear, layer_norm, linear, product, rms_norm
 from jaxkv.models.model import Model
 from jaxkv.ops.writes import write_indexer_k, write_mla
 
@@ -211,7 +211,7 @@ def _select_slots(
     # Their pairs may be interleaved or not, whatever those of the attention are.
     q = rope.rotate_first(q, batch.cos[:, :, None], batch.sin[:, :, None], interleaved=config.interleaved)
     k = rope.rotate_first(k, batch.cos, batch.sin, interleaved=config.interleaved)
-    head_weights = linear(x.astype(jnp.float32), weights["weights"]) * (config.heads * config.head_dim) ** -0.5
+    head_weights = float32_linear(x, weights["weights"]) * (config.heads * config.head_dim) ** -0.5
 
     if config.layers is not None:  # the cache has keys of these layers only, and of the MTP layer after them
         layer = (jnp.asarray(config.layers, jnp.int32) < layer).sum(dtype=jnp.int32)

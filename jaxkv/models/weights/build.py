@@ -63,11 +63,12 @@ class Build:
             )
         self.parallel.check(config)
 
-    def dtype_of(self, weight: Weight):
-        """The dtype in which a weight is kept."""
+    def dtype_of(self, weight: Weight, stored: Any = None):
+        """The dtype in which a weight is kept; `stored` is that in its file, by default the model's."""
         if weight.below:
             return "int32"
-        return "float32" if weight.exact or weight.centred else self._dtype
+        rounds = weight.lossless and stored is not None and stored != self._dtype
+        return "float32" if weight.exact or weight.centred or rounds else self._dtype
 
     @property
     def scales_entries(self) -> bool:

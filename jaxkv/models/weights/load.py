@@ -17,7 +17,7 @@ from jaxkv.models.weights.checkpoint import Checkpoint
 from jaxkv.models.weights.parameters import copied, parameters, required_names, spellings, unused
 from jaxkv.models.weights.parts import expanded_part, mxfp4_part, scaled_part, table_part
 from jaxkv.models.weights.placed import Placed
-from jaxkv.models.weights.safetensors_file import Index
+from jaxkv.models.weights.safetensors_file import NUMPY, Index
 from jaxkv.models.weights.weight import Weight
 from jaxkv_kernels.tile_scaled import TileScaled
 
@@ -123,7 +123,8 @@ class _Plain:
 
     def __init__(self, checkpoint: Checkpoint, build: Build, path, weight: Weight):
         self._checkpoint, self._weight = checkpoint, weight
-        self._dtype, shape = build.dtype_of(weight), weight.stacked_shape
+        stored = NUMPY[checkpoint.dtype(weight.name)] if weight.lossless else None
+        self._dtype, shape = build.dtype_of(weight, stored), weight.stacked_shape
         sharding = build.parallel.sharding(path, len(shape))
         self._placed = Placed(shape, self._dtype, sharding, stacked=bool(weight.experts))
 

@@ -21,6 +21,9 @@ class Weight:
     experts: int = 0
     exact: bool = False
     """Whether the weight is kept in float32 whatever the model's dtype, because routing and scoring use float32."""
+    lossless: bool = False
+    """Whether the weight is kept as the checkpoint has it, because `float32_linear` multiplies it: in the model's dtype
+    if it is stored in that, and otherwise in float32."""
     optional: bool = False
     """Whether a checkpoint may lack the weight; the tree then has None in its place."""
     expanded: bool = False
@@ -52,7 +55,7 @@ class Weight:
     @property
     def may_stay_fp8(self) -> bool:
         """Whether the model can use the weight in float8 with a scale per tile."""
-        return len(self.tensor_shape) == 2 and not (self.exact or self.expanded or self.below)
+        return len(self.tensor_shape) == 2 and not (self.exact or self.lossless or self.expanded or self.below)
 
     @property
     def stacked_shape(self) -> tuple[int, ...]:

@@ -276,7 +276,7 @@ def test_weights_that_are_infinite_or_become_so(folder):
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "qwen3_next"])
 def test_weights_that_are_kept_in_float32_may_be_stored_in_16_bits(family, tmp_path):
-    """Correction biases, sinks, routers, and the decays of recurrent layers."""
+    """Correction biases, sinks, and the decays of recurrent layers."""
     folder = copied(family, tmp_path)
     tree = parameters(jaxkv.models.ModelConfig.read(folder), mtp=False)
     exact = [(path, weight.name) for path, weight in jax.tree.leaves_with_path(tree) if weight.exact]
@@ -294,6 +294,22 @@ def test_weights_that_are_kept_in_float32_may_be_stored_in_16_bits(family, tmp_p
     for path, name in exact:
         assert found[path].dtype == np.float32
         assert np.array_equal(found[path], stored[name].astype(np.float32))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+def test_routers_are_not_rounded(folder, dtype):
+    """They stay in 16 bits if that is the model's dtype, and are float32 otherwise; either way, with all their bits."""
+    name = "model.layers.1.mlp.gate.weight"
+    stored = []
+
+    def change(weights):
+        weights[name] = weights[name].astype(ml_dtypes.bfloat16)
+        stored.append(weights[name])
+
+    spoil(folder, change)
+    router = jaxkv.models.load(folder, dtype=dtype).params["layers"][1]["mixture"]["router"]
+    assert router.dtype == ("bfloat16" if dtype == "bfloat16" else "float32")
+    assert np.array_equal(router.astype(np.float32), stored[0].astype(np.float32))
 
 
 def test_weights_that_are_kept_in_float32_may_be_large(folder):
