@@ -126,7 +126,7 @@ class _Requests(NamedTuple):
     """int32 [N], which of `windows` each request has."""
 
     @property
-    def index(self) -> dict[str, Any]:
+    def arguments(self) -> dict[str, Any]:
         """Their tables and lengths, as arguments of operations."""
         return {"block_tables": self.tables, "seq_lens": self.lengths}
 
@@ -309,11 +309,11 @@ def plan_decode(
     requests = _requests_of_tokens(cache, block_tables, seq_lens, Dims(), q_len, axis, window)
     planned = partial(plan.plan_decode, cache, num_heads=num_heads, **options)
     if requests.windows:
-        return tuple(planned(**requests.index, window=count) for count in requests.windows if count)
+        return tuple(planned(**requests.arguments, window=count) for count in requests.windows if count)
     if (group := _group_size(cache.layout, num_heads, q_len)) == 1:
-        return planned(**requests.index)
+        return planned(**requests.arguments)
     whole, rest = _parts(requests, group, cache.layout)
-    return planned(**whole.index, q_len=group, causal=False), planned(**rest.index)
+    return planned(**whole.arguments, q_len=group, causal=False), planned(**rest.arguments)
 
 
 def _decode(operation, queries, cache, block_tables, seq_lens, axis, sinks, return_lse, options):
@@ -331,17 +331,18 @@ def _decode(operation, queries, cache, block_tables, seq_lens, axis, sinks, retu
     call = partial(operation, cache=cache, return_lse=True, **options)
     group = _group_size(cache.layout, dims["Hq"], tokens)
     if requests.windows:
-        out, lse = _windowed(partial(call, *rows), requests, plans)
+        out, lse = _windowed(partial(call, *rows, **requests.arguments), requests.windows, requests.window, plans)
     elif group == 1:
         (alone,) = _plans_of(plans, 1)
-        out, lse = call(*rows, **requests.index, plan=alone)
+        out, lse = call(*rows, **requests.arguments, plan=alone)
     else:
         groups = [q.reshape(-1, group, *q.shape[1:]) for q in rows]
         (whole, rest), (plan_of_whole, plan_of_rest) = _parts(requests, group, cache.layout), _plans_of(plans, 2)
-        of_whole = call(*groups, **whole.index, causal=False, plan=plan_of_whole)
-        of_rest = call(*rows, **rest.index, plan=plan_of_rest)
-        both, lse = merged([[x.reshape(y.shape) for x, y in zip(of_whole, of_rest, strict=True)], of_rest])
-        out = both.astype(of_rest[0].dtype)
+        of_whole = call(*groups, **whole.arguments, causal=False, plan=plan_of_whole)
+        of_rest = call(*rows, **rest.arguments, plan=plan_of_rest)
+        out, lse = (x.reshape(y.shape) for x, y in zip(of_whole, of_rest, strict=True))
+        both, lse = merged([(out, lse), of_rest])
+        out = both.astype(out.dtype)
     out, lse = merge_states(out, lse, axis=axis)
     if sinks is not None:
         dims.check("sinks", sinks, "Hq", ("float32",))
@@ -350,15 +351,14 @@ def _decode(operation, queries, cache, block_tables, seq_lens, axis, sinks, retu
     return (out, lse) if return_lse else out
 
 
-def _windowed(call, requests: _Requests, plans) -> tuple[jax.Array, jax.Array]:
-    """The results of `call` for requests each of which has a window of its own, one of `requests.windows`."""
-    used = [count for count in requests.windows if count]
-    plans = _plans_of(plans, len(used))
-    results = [call(**requests.index, window=count, plan=one) for count, one in zip(used, plans, strict=True)]
+def _windowed(call, windows, own, plans) -> tuple[jax.Array, jax.Array]:
+    """The results of `call`, in which each request has a window of its own, `own` [N], which is one of `windows`."""
+    used = [count for count in windows if count]
+    results = [call(window=count, plan=one) for count, one in zip(used, _plans_of(plans, len(used)), strict=True)]
     out, lse = results[0]
     out, lse = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
     for count, (found, found_lse) in zip(used, results, strict=True):
-        mine = requests.window == count
+        mine = own == count
         out, lse = jnp.where(mine[:, None, None], found, out), jnp.where(mine[:, None], found_lse, lse)
     return out, lse
 
