@@ -23,7 +23,7 @@ from jaxkv import data_checks
 from jaxkv.cache import KVCache
 from jaxkv.checks import FLOATS, QUERIES, Dims, check_cache, describe, index_below, int32, positive_int, window_of
 from jaxkv.layout.layout import CacheLayout, TokenShards, checked_shards
-from jaxkv.ops import attention, indexer, merge, plan, sparse
+from jaxkv.ops import attention, indexer, plan, sparse
 from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.ops.ragged_queries import FEW_ROWS
 from jaxkv.ops.slots import slots_for
@@ -388,9 +388,10 @@ def _check_options(options, known):
 def merge_states(out, lse, *, axis) -> tuple[jax.Array, jax.Array]:
     """Merges one partial result per device into the attention over the keys of all devices along a mesh axis.
 
-    Every device gathers all parts and merges them itself.  This takes one collective.  Reductions would take two: first
-    the maximum of the log-sum-exps, then the sum of the results.  On more than 4 devices, gathering parts in their own
-    dtype moves more bytes than float32 sums, which matters only for large batches.
+    Every device gathers all parts and merges them itself.  On GPUs, XLA gathers results and log-sum-exps in one
+    collective.  Reductions would take two: first the maximum of the log-sum-exps, then the sum of the results.  On more
+    than 4 devices, gathering parts in their own dtype moves more bytes than float32 sums, which matters only for large
+    batches.
 
     Args:
       out: float [..., D], this device's partial result.  All devices must have the same queries.
@@ -409,8 +410,16 @@ def merge_states(out, lse, *, axis) -> tuple[jax.Array, jax.Array]:
     dims, axes = Dims(), " ".join(f"n{i}" for i in range(len(getattr(out, "shape", ())) - 1))
     dims.check("out", out, f"{axes} D", FLOATS)
     dims.check("lse", lse, axes, ("float32",))
-    parts = lax.all_gather((out, lse), axis, to="invarying")
-    return merge.merge_states(*parts, implementation="xla")
+    outs, lses = lax.all_gather((out, lse), axis, to="invarying")
+    # As `jaxkv.merge_states`, but without an array of all parts: on two GPUs, XLA then merges them in one kernel.
+    both, lse = merged([_without_keys_as_0(*part) for part in zip(outs, lses, strict=True)])
+    return both.astype(out.dtype), lse
+
+
+def _without_keys_as_0(out, lse) -> tuple[jax.Array, jax.Array]:
+    """A part as `merged` expects it: 0 and -inf where it has no keys."""
+    lse = jnp.where(lse < jnp.inf, lse, -jnp.inf)
+    return jnp.where((lse == -jnp.inf)[..., None], 0, out), lse
 
 
 def indexer_logits(q, weights, cache: KVCache, block_tables, seq_lens, *, axis, **options) -> jax.Array:
