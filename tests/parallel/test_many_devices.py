@@ -191,7 +191,7 @@ def test_several_query_tokens_are_causal(name, devices, interleave, tokens):
 def test_query_tokens_of_requests_of_every_length(name, devices, interleave, tokens):
     """New tokens that begin anywhere in a block, and requests with fewer tokens, on some devices or on all.
 
-    Requests of 0 to 45 tokens, which have one table.
+    Requests of 0 to 45 tokens, which have one table; with sinks and a logit cap.
     """
     entry = jaxkv.KVEntry("int8", head_dim=16) if name == "int8" else ENTRIES[name]
     lengths = jnp.arange(LENGTHS[-1] + 1, dtype=jnp.int32)
@@ -200,17 +200,19 @@ def test_query_tokens_of_requests_of_every_length(name, devices, interleave, tok
     sizes = [x.shape[-1] for x in batch(entry).q]
     q = [jnp.asarray(rng.standard_normal((lengths.size, tokens, heads, n)), batch(entry).q[0].dtype) for n in sizes]
 
+    options = dict(sinks=jnp.linspace(-2.0, 3.0, heads), logit_cap=2.0)
+
     def step(plans, cache, *arguments):
         q, *index = arguments
         plan = context.plan_decode(cache, *index, axis="x", num_heads=heads, q_len=tokens) if plans else None
-        return decode(q, cache, *index, package=context, axis="x", plan=plan)
+        return decode(q, cache, *index, package=context, axis="x", plan=plan, **options)
 
     mesh, specs = mesh_of(devices), (P("x"), P(), P(), P())
     shards = on_shards(entry, devices, interleave)[0]
     found, planned = (
         run(partial(step, plans), mesh, specs, P(), shards, q, tables, lengths) for plans in (False, True)
     )
-    assert_equal_within_roundings(found, decode(q, on_one_device(entry)[0], tables, lengths))
+    assert_equal_within_roundings(found, decode(q, on_one_device(entry)[0], tables, lengths, **options))
     for one, other in zip(found, planned, strict=True):
         assert_same_bits(one, other)
 
