@@ -11,6 +11,7 @@ all devices.  The calls are those of one device: `indexer_logits`, `select_topk`
 `decode_mla_sparse`.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -22,16 +23,23 @@ from jaxkv import data_checks
 from jaxkv.cache import KVCache
 from jaxkv.checks import FLOATS, QUERIES, Dims, check_cache, describe, index_below, int32, positive_int, window_of
 from jaxkv.layout.layout import CacheLayout, TokenShards, checked_shards
-from jaxkv.ops import attention, indexer, merge, plan, sparse
+from jaxkv.ops import attention, indexer, plan, sparse
 from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
+from jaxkv.ops.ragged_queries import FEW_ROWS
 from jaxkv.ops.slots import slots_for
 from jaxkv_kernels.addressing import MAX_SLOTS, table_tokens
 from jaxkv_kernels.formats.bits import ordered_bits
-from jaxkv_kernels.formats.entries import Entry, IndexerEntry
-from jaxkv_kernels.scores import with_sinks
+from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry
+from jaxkv_kernels.scores import merged, with_sinks
 
 LAST = 2**31 - 1
 """The rank of positions that are not to be selected."""
+
+MOST_ROWS = 1024
+"""Rows of scores (query tokens x query heads of a KV head) for which keys are read once.
+
+From 256 rows on, products take longer than reading does.  More rows need more memory on `xla`.
+"""
 
 
 def local_lengths(seq_lens, *, shards: TokenShards, shard) -> jax.Array:
@@ -106,22 +114,27 @@ def _whole_lengths(block_tables, seq_lens, layout: CacheLayout) -> jax.Array:
 
 
 class _Requests(NamedTuple):
-    """One request per query token, as a shard sees it.  N = B * Q."""
+    """N requests as a shard sees them: one per query token, or per group of query tokens."""
 
     tables: jax.Array
     """int32 [N, M]."""
     lengths: jax.Array
-    """int32 [N], the tokens of the shard that the query token may see."""
+    """int32 [N], the tokens of the shard that all query tokens of the request may see."""
     windows: tuple[int, ...] = ()
     """The windows on a shard that there are, from `_window_counts`; none without a window."""
     window: jax.Array | None = None
     """int32 [N], which of `windows` each request has."""
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Their tables and lengths, as arguments of operations."""
+        return {"block_tables": self.tables, "seq_lens": self.lengths}
+
 
 def _requests_of_tokens(
     cache: KVCache, block_tables, seq_lens, dims: Dims, tokens: int, axis, window: int | tuple[int, int] | None = None
 ) -> _Requests:
-    """The requests on this shard, for Q = `tokens` query tokens of each of B requests.
+    """A request on this shard for each of Q = `tokens` query tokens of B requests, in order: N = B * Q.
 
     As on one device, lengths are clamped to the capacity of the tables, here of all shards together.  `window` is that
     of the whole request.
@@ -143,6 +156,30 @@ def _requests_of_tokens(
     earlier = local_lengths(seen - window, shards=shards, shard=shard)
     before = jnp.where(seen <= window, shares - windows[-1], earlier)
     return found._replace(windows=windows, window=shares - before)
+
+
+def _group_size(layout: CacheLayout, heads: int, tokens: int) -> int:
+    """How many of the `tokens` query tokens of a request attend together: a divisor of this number."""
+    few = isinstance(layout.entry, KVEntry) and layout.entry.quantised
+    most = (FEW_ROWS if few else MOST_ROWS) // max(heads // layout.num_heads, 1)
+    return max(size for size in range(1, tokens + 1) if tokens % size == 0 and size <= max(most, 1))
+
+
+def _parts(requests: _Requests, group: int, layout: CacheLayout) -> tuple[_Requests, _Requests]:
+    """Divides what `requests`, those of query tokens, see.  Each `group` of them are of the same request.
+
+    Returns:
+      A request per group: the whole blocks that all query tokens of the group see.
+      A request per query token: what it sees after those blocks, in as few columns as suffice.
+    """
+    size, columns = layout.block_size, requests.tables.shape[1]
+    tables, blocks = requests.tables[::group], requests.lengths[::group] // size
+    # The rest: less than a block of what the first query token sees, and the tokens that only later ones see.
+    most = size - 1 + layout.shards.largest_share(group - 1)
+    later = blocks[:, None] + jnp.arange(min(-(-most // size), columns), dtype=jnp.int32)
+    after = jnp.take_along_axis(tables, jnp.minimum(later, columns - 1), axis=1)
+    rest = _Requests(jnp.repeat(after, group, axis=0), requests.lengths - jnp.repeat(blocks * size, group))
+    return _Requests(tables, blocks * size), rest
 
 
 def _shard_along(axis, shards: TokenShards) -> jax.Array:
@@ -174,11 +211,14 @@ def decode_mla(
     """`jaxkv.decode_mla` over the tokens of all devices along a mesh axis.  Call it inside `shard_map`.
 
     Query token t of Q sees the first `seq_len - Q + 1 + t` tokens of the request.  Within a shard, this causal mask is
-    not aligned to the end.  Each query token is therefore computed as a request of its own, which re-reads the shard.
-    On every implementation, its result is independent of the contents of tokens that it does not see.
+    not aligned to the end.  The query tokens of a request therefore attend together to the whole blocks that all of
+    them see, which are read once, and each one by itself to the few tokens after these.  (They are divided into groups
+    if there are more than 1,024 rows, query tokens x query heads of a KV head, or 16 with quantised keys and values.)
+    On every implementation, the result of a query token is independent of the contents of tokens that it does not see.
 
-    With a `window` that is not a multiple of `num_shards` * `interleave`, a device owns one of several numbers of the
-    tokens in it.  Attention is then computed once for each such number, at most `interleave` + 1 times.
+    With a `window`, each query token is computed as a request of its own, which reads its window.  If the window is not
+    a multiple of `num_shards` * `interleave`, a device owns one of several numbers of the tokens in it.  Attention is
+    then computed once for each such number, at most `interleave` + 1 times.
 
     Args:
       q_latent: float [B, Hq, R] or [B, Q, Hq, R], the same on all devices along `axis`.
@@ -237,6 +277,7 @@ def plan_decode(
     seq_lens,
     *,
     axis,
+    num_heads: int,
     q_len: int = 1,
     window: int | tuple[int, int] | None = None,
     **options,
@@ -250,23 +291,29 @@ def plan_decode(
       block_tables: int32 [B, M], as passed to the calls.
       seq_lens: int32 [B], as passed to the calls.
       axis: as passed to the calls.
+      num_heads: query heads of the calls.
       q_len: query tokens per request of the calls.
       window: the `window` of the calls.
-      **options: `num_heads`, `dtype`, `batch_invariant` and `implementation`, as in `jaxkv.plan_decode`.
+      **options: `dtype`, `batch_invariant` and `implementation`, as in `jaxkv.plan_decode`.
 
     Returns:
-      This device's plan; with a window, one for each number of tokens in it that a device may own.
+      This device's plan.  With a window, one for each number of tokens in it that a device may own.  For several query
+      tokens without a window, one for the whole blocks that all of them see, and one for the rest.
 
     Raises:
       ValueError: a shape or dtype is wrong, `axis` does not have a device per shard, or an argument is given that
         `context.plan_decode` does not have, such as `causal`.
     """
-    _check_options(options, ("num_heads", "dtype", "batch_invariant", "implementation"))
-    q_len = positive_int("q_len", q_len)
-    tables, lengths, windows, _ = _requests_of_tokens(cache, block_tables, seq_lens, Dims(), q_len, axis, window)
-    if not windows:
-        return plan.plan_decode(cache, tables, lengths, **options)
-    return tuple(plan.plan_decode(cache, tables, lengths, window=count, **options) for count in windows if count)
+    _check_options(options, ("dtype", "batch_invariant", "implementation"))
+    num_heads, q_len = positive_int("num_heads", num_heads), positive_int("q_len", q_len)
+    requests = _requests_of_tokens(cache, block_tables, seq_lens, Dims(), q_len, axis, window)
+    planned = partial(plan.plan_decode, cache, num_heads=num_heads, **options)
+    if requests.windows:
+        return tuple(planned(**requests.arguments, window=count) for count in requests.windows if count)
+    if (group := _group_size(cache.layout, num_heads, q_len)) == 1:
+        return planned(**requests.arguments)
+    whole, rest = _parts(requests, group, cache.layout)
+    return planned(**whole.arguments, q_len=group, causal=False), planned(**rest.arguments)
 
 
 def _decode(operation, queries, cache, block_tables, seq_lens, axis, sinks, return_lse, options):
@@ -279,10 +326,23 @@ def _decode(operation, queries, cache, block_tables, seq_lens, axis, sinks, retu
     for name, (q, content) in queries.items():
         dims.check(name, q, f"{axes} {content}", QUERIES)
     tokens = dims["Q"] if "Q" in axes.split() else 1
+    requests = _requests_of_tokens(cache, block_tables, seq_lens, dims, tokens, axis, window)
     rows = [q.reshape(-1, *q.shape[-2:]) for q, _ in queries.values()]
-    tables, lengths, windows, own = _requests_of_tokens(cache, block_tables, seq_lens, dims, tokens, axis, window)
-    call = partial(operation, *rows, cache, tables, lengths, return_lse=True, **options)
-    out, lse = _windowed(call, windows, own, plans) if windows else call(plan=plans)
+    call = partial(operation, cache=cache, return_lse=True, **options)
+    group = _group_size(cache.layout, dims["Hq"], tokens)
+    if requests.windows:
+        out, lse = _windowed(partial(call, *rows, **requests.arguments), requests.windows, requests.window, plans)
+    elif group == 1:
+        (alone,) = _plans_of(plans, 1)
+        out, lse = call(*rows, **requests.arguments, plan=alone)
+    else:
+        groups = [q.reshape(-1, group, *q.shape[1:]) for q in rows]
+        (whole, rest), (plan_of_whole, plan_of_rest) = _parts(requests, group, cache.layout), _plans_of(plans, 2)
+        of_whole = call(*groups, **whole.arguments, causal=False, plan=plan_of_whole)
+        of_rest = call(*rows, **rest.arguments, plan=plan_of_rest)
+        out, lse = (x.reshape(y.shape) for x, y in zip(of_whole, of_rest, strict=True))
+        both, lse = merged([(out, lse), of_rest])
+        out = both.astype(out.dtype)
     out, lse = merge_states(out, lse, axis=axis)
     if sinks is not None:
         dims.check("sinks", sinks, "Hq", ("float32",))
@@ -294,11 +354,7 @@ def _decode(operation, queries, cache, block_tables, seq_lens, axis, sinks, retu
 def _windowed(call, windows, own, plans) -> tuple[jax.Array, jax.Array]:
     """The results of `call`, in which each request has a window of its own, `own` [N], which is one of `windows`."""
     used = [count for count in windows if count]
-    if plans is None:
-        plans = (None,) * len(used)
-    if not isinstance(plans, tuple) or len(plans) != len(used):
-        raise ValueError(f"`plan` is a {type(plans).__name__}: expected what plan_decode returned for this `window`")
-    results = [call(window=count, plan=one) for count, one in zip(used, plans, strict=True)]
+    results = [call(window=count, plan=one) for count, one in zip(used, _plans_of(plans, len(used)), strict=True)]
     out, lse = results[0]
     out, lse = jnp.zeros_like(out), jnp.full_like(lse, -jnp.inf)
     for count, (found, found_lse) in zip(used, results, strict=True):
@@ -307,20 +363,35 @@ def _windowed(call, windows, own, plans) -> tuple[jax.Array, jax.Array]:
     return out, lse
 
 
+def _plans_of(plans, count: int) -> Sequence[plan.DecodePlan | None]:
+    """The plan of each of `count` calls, from what `plan_decode` returned, or None; ValueError for other `plans`."""
+    if plans is None:
+        return [None] * count
+    found = plans if isinstance(plans, tuple) else (plans,)
+    if len(found) != count or not all(isinstance(one, plan.DecodePlan) for one in found):
+        given = f"{len(found)} plans" if isinstance(plans, tuple) else f"a {type(plans).__name__}"
+        raise ValueError(
+            f"`plan` is {given}: expected {count}, which context.plan_decode returns for this `window` and this number "
+            "of query tokens (`q_len`)"
+        )
+    return found
+
+
 def _check_options(options, known):
     """ValueError if an option is not among the `known` ones."""
     for name, value in options.items():
         if name not in known and value is not None:
-            reason = "each query token is computed as a request of its own"
-            raise ValueError(f"`{name}` is {value}: expected None, because {reason}")
+            form = "as many for each request, its last ones, under a causal mask or a `window`"
+            raise ValueError(f"`{name}` is {value}: expected None, because query tokens must be {form}")
 
 
 def merge_states(out, lse, *, axis) -> tuple[jax.Array, jax.Array]:
     """Merges one partial result per device into the attention over the keys of all devices along a mesh axis.
 
-    Every device gathers all parts and merges them itself.  This takes one collective.  Reductions would take two: first
-    the maximum of the log-sum-exps, then the sum of the results.  On more than 4 devices, gathering parts in their own
-    dtype moves more bytes than float32 sums, which matters only for large batches.
+    Every device gathers all parts and merges them itself.  On GPUs, XLA gathers results and log-sum-exps in one
+    collective.  Reductions would take two: first the maximum of the log-sum-exps, then the sum of the results.  On more
+    than 4 devices, gathering parts in their own dtype moves more bytes than float32 sums, which matters only for large
+    batches.
 
     Args:
       out: float [..., D], this device's partial result.  All devices must have the same queries.
@@ -339,8 +410,16 @@ def merge_states(out, lse, *, axis) -> tuple[jax.Array, jax.Array]:
     dims, axes = Dims(), " ".join(f"n{i}" for i in range(len(getattr(out, "shape", ())) - 1))
     dims.check("out", out, f"{axes} D", FLOATS)
     dims.check("lse", lse, axes, ("float32",))
-    parts = lax.all_gather((out, lse), axis, to="invarying")
-    return merge.merge_states(*parts, implementation="xla")
+    outs, lses = lax.all_gather((out, lse), axis, to="invarying")
+    # As `jaxkv.merge_states`, but without an array of all parts: on two GPUs, XLA then merges them in one kernel.
+    both, lse = merged([_without_keys_as_0(*part) for part in zip(outs, lses, strict=True)])
+    return both.astype(out.dtype), lse
+
+
+def _without_keys_as_0(out, lse) -> tuple[jax.Array, jax.Array]:
+    """A part as `merged` expects it: 0 and -inf where it has no keys."""
+    lse = jnp.where(lse < jnp.inf, lse, -jnp.inf)
+    return jnp.where((lse == -jnp.inf)[..., None], 0, out), lse
 
 
 def indexer_logits(q, weights, cache: KVCache, block_tables, seq_lens, *, axis, **options) -> jax.Array:

@@ -179,6 +179,45 @@ def test_several_query_tokens_are_causal(name, devices, interleave, tokens):
 
 
 @pytest.mark.parametrize(
+    ("name", "devices", "interleave", "tokens"),
+    [
+        ("f32", 2, 1, 2),
+        ("gqa", 3, 16, 5),
+        ("int8", 2, 1, 4),  # groups of two query tokens
+        *(further("f32", 4, 16, 3), further("f32", 3, 1, 5), further("f32", 2, 16, 4), further("bf16", 4, 1, 4)),
+        *(further("fp8_ds_mla", 2, 1, 3), further("gqa", 4, 1, 2), further("gqa", 2, 3, 17)),
+    ],
+)
+def test_query_tokens_of_requests_of_every_length(name, devices, interleave, tokens):
+    """New tokens that begin anywhere in a block, and requests with fewer tokens, on some devices or on all.
+
+    Requests of 0 to 45 tokens, which have one table; with sinks and a logit cap.
+    """
+    entry = jaxkv.KVEntry("int8", head_dim=16) if name == "int8" else ENTRIES[name]
+    lengths = jnp.arange(LENGTHS[-1] + 1, dtype=jnp.int32)
+    tables = jnp.tile(batch(entry).tables[-1], (lengths.size, 1))
+    rng, heads = np.random.default_rng(1), 8 * KV_HEADS
+    sizes = [x.shape[-1] for x in batch(entry).q]
+    q = [jnp.asarray(rng.standard_normal((lengths.size, tokens, heads, n)), batch(entry).q[0].dtype) for n in sizes]
+
+    options = dict(sinks=jnp.linspace(-2.0, 3.0, heads), logit_cap=2.0)
+
+    def step(plans, cache, *arguments):
+        q, *index = arguments
+        plan = context.plan_decode(cache, *index, axis="x", num_heads=heads, q_len=tokens) if plans else None
+        return decode(q, cache, *index, package=context, axis="x", plan=plan, **options)
+
+    mesh, specs = mesh_of(devices), (P("x"), P(), P(), P())
+    shards = on_shards(entry, devices, interleave)[0]
+    found, planned = (
+        run(partial(step, plans), mesh, specs, P(), shards, q, tables, lengths) for plans in (False, True)
+    )
+    assert_equal_within_roundings(found, decode(q, on_one_device(entry)[0], tables, lengths, **options))
+    for one, other in zip(found, planned, strict=True):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(
     ("name", "devices", "interleave", "tokens", "window"),
     [
         ("f32", 2, 1, 3, 8),  # a device owns 4 of the window's tokens
@@ -357,8 +396,9 @@ def test_the_readme_runs():
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize(("tokens", "invariant"), [(2, False), (512, True)])
 @pytest.mark.usefixtures("quick_lowering")
-def test_the_hopper_kernels_lower(monkeypatch):
+def test_the_hopper_kernels_lower(tokens, invariant, monkeypatch):
     """Under `shard_map`, whose checks of what varies over the mesh they do not pass."""
     assume_available(monkeypatch, "mosaic_gpu")
     entry, mesh = jaxkv.MLAEntry("bf16", latent=512, rope=64), mesh_of(4)
@@ -370,14 +410,16 @@ def test_the_hopper_kernels_lower(monkeypatch):
 
     def step(cache, q_latent, q_pe, tables, lengths):
         keywords = dict(axis="x", implementation="mosaic_gpu")
-        plan = context.plan_decode(cache, tables, lengths, num_heads=64, q_len=2, **keywords)
+        plan = context.plan_decode(
+            cache, tables, lengths, num_heads=64, q_len=tokens, batch_invariant=invariant, **keywords
+        )
         return context.decode_mla(q_latent, q_pe, cache, tables, lengths, layer=1, scale=SCALE, plan=plan, **keywords)
 
     specs = P("x"), P(), P(), P(), P()
     sharded = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=P(), check_vma=False)
     traced = jax.jit(sharded).trace(
         jaxkv.KVCache(array(P("x"), "bfloat16", 4 * layout.size), layout),
-        *(array(P(), "bfloat16", 8, 2, 64, n) for n in entry.sizes),
+        *(array(P(), "bfloat16", 8, tokens, 64, n) for n in entry.sizes),
         array(P(), "int32", 8, 4),
         array(P(), "int32", 8),
     )

@@ -198,11 +198,11 @@ WRONG = {
         lambda: context.local_slots(TABLES, TABLES, layout=ONE, shard=0),
         ["`layout`", "TokenShards", "CacheLayout"],
     ),
-    "a plan of other tokens": (lambda: decode_kv(plan=plan_of_two()), ["`plan`", "requests=4", "requests=2"]),
+    "a plan of other tokens": (lambda: decode_kv(plan=plan_of_two()), ["`plan`", "2 plans", "expected 1", "`q_len`"]),
     "a window of nothing": (lambda: decode_kv(window=0), ["`window`", "0", "positive"]),
     "a plan without the window": (lambda: decode_kv(window=2, plan=plan_of_two()), ["`plan`", "this `window`"]),
     "a plan of no tokens": (lambda: plan_decode(q_len=0), ["`q_len`", "0", "positive"]),
-    "no mask": (lambda: decode_mla(causal=False), ["`causal`", "False", "expected None", "request of its own"]),
+    "no mask": (lambda: decode_mla(causal=False), ["`causal`", "False", "expected None", "under a causal mask"]),
     "ragged queries": (lambda: decode_kv(cu_q_lens=SEQ_LENS), ["`cu_q_lens`", "expected None"]),
     "sinks of other heads": (lambda: decode_mla(sinks=jnp.zeros(3)), ["`sinks`", "(3,)", "2"]),
     "sinks": (lambda: decode_mla_sparse(sinks=jnp.zeros(2)), ["`sinks`", "expected None", "every device"]),
@@ -256,6 +256,15 @@ def test_wrong_calls_are_rejected(call, words):
         inside(call)
     for word in words:
         assert word in str(refusal.value), refusal.value
+
+
+def test_query_tokens_attend_together_to_whole_blocks():
+    """One request for both query tokens, as heads, and then one per query token, of as few columns as suffice."""
+    shapes = []
+    inside(lambda: shapes.extend(plan.shape for plan in plan_of_two()))
+    whole, rest = shapes
+    assert (whole.requests, whole.num_heads, whole.columns) == (2, 4, TABLES.shape[1])
+    assert (rest.requests, rest.num_heads, rest.columns) == (4, 2, 1)
 
 
 def test_calls_that_are_not_wrong_pass():

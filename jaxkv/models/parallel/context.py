@@ -18,8 +18,8 @@ class ContextParallel(OnMesh):
     many tokens as one device could.
 
     Token i is on device `i // interleave % n`.  The devices' partial attentions are merged with one gather per layer,
-    or two with V3.2's indexer.  Every device computes everything else in full.  A prefill treats every new token as a
-    request of its own, which re-reads the device's shard of the cache.
+    or two with V3.2's indexer.  Every device computes everything else in full.  In a prefill, groups of new tokens
+    attend together to the whole blocks before them, and each new token by itself to the rest (`context.decode_mla`).
 
     Args:
       mesh: the devices, those of other processes included.
