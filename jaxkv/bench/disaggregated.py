@@ -355,6 +355,7 @@ def run(args: argparse.Namespace) -> int:
             f"--requests is {args.requests} and --output {args.output}: expected an even number of requests, and at "
             "least 2 tokens, of which the first is generated where the prompt is prefilled"
         )
+    TRANSPORTS[args.transport]()  # raises here, before anything takes time, if it is not installed
     names = "config", "entry_format", "fp8_weights", "implementation"
     options = argparse.Namespace(**{name: getattr(args, name) for name in names})
     job = Job(options, args.requests, args.prompt, args.output, args.chunk, args.chunks, args.transport)
