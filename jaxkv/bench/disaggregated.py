@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Listener
 from queue import SimpleQueue
 from statistics import median
 from threading import Thread
@@ -142,11 +142,8 @@ class Server:
         self._model = random_models.random_model(job.model, described, needed)
         self._dummy, *self._prompts = job.prompts(self._model.config.vocab_size)
         self._engines: dict[str, Engine] = {}
-        self._remote: offload.RemoteBlocks | None = None
-        """The same, in the process that decodes."""
         self._first: SimpleQueue[tuple[int, int]] = SimpleQueue()
         """Numbers of requests whose prompts have been prefilled, and their first tokens."""
-        self._to_decoder: Connection | None = None
 
     def described(self) -> dict[str, Any]:
         """Device and model."""
@@ -196,17 +193,16 @@ class Server:
         """Makes the engine that prefills."""
         self._engines["prefill"] = self._engine(min(PREFILLS, self._job.requests), [self._pool])
 
-    def make_decoder(self, blocks: tuple[str, int], authkey: bytes) -> tuple[str, int]:
+    def make_decoder(self, blocks: tuple[str, int], authkey: bytes) -> str:
         """Makes the engine that decodes; returns the address to which first tokens are sent."""
         transport = TRANSPORTS[self._job.transport]()
-        remote = offload.RemoteBlocks(
+        self._remote = offload.RemoteBlocks(
             self._model.layout(1), [blocks], authkey=authkey, transport=transport, pull_timeout=LATE_SECONDS
         )
-        self._remote = remote
-        self._engines["decode"] = self._engine(self._job.requests, [remote])
-        listener = Listener(("127.0.0.1", 0), "AF_INET", authkey=authkey)
+        self._engines["decode"] = self._engine(self._job.requests, [self._remote])
+        listener = Listener(family="AF_UNIX", authkey=authkey)
         Thread(target=self._receive, args=(listener,), daemon=True).start()
-        return listener.address  # type: ignore[return-value]
+        return str(listener.address)
 
     def _receive(self, listener: Listener) -> None:
         with listener, listener.accept() as connection:
@@ -216,22 +212,19 @@ class Server:
                 except EOFError:
                     return
 
-    def connect(self, address: tuple[str, int], authkey: bytes) -> None:
+    def connect(self, address: str, authkey: bytes) -> None:
         """Sends first tokens to this address from now on."""
-        self._to_decoder = Client(address, "AF_INET", authkey=authkey)
+        self._to_decoder = Client(address, "AF_UNIX", authkey=authkey)
 
     def prefill(self, dummy: bool) -> Served:
         """Prefills all prompts, or that of the dummy, and sends the first tokens to the process that decodes."""
         prompts = [self._dummy] if dummy else self._prompts
-        connection = self._to_decoder
-        assert connection is not None, "`connect` comes first"
-        return self._serve("prefill", dict(enumerate(prompts)), 1, lambda *first: connection.send(first))
+        return self._serve("prefill", dict(enumerate(prompts)), 1, lambda *first: self._to_decoder.send(first))
 
     def decode(self, dummy: bool) -> Served:
         """Generates all tokens after the first, of requests whose blocks are offered."""
         prompts = [self._dummy] if dummy else self._prompts
-        blocks, engine = self._remote, self._engines["decode"]
-        assert blocks is not None, "`make_decoder` comes first"
+        engine = self._engines["decode"]
         keys = [engine.keys(prompt, block_size=engine.block_size) for prompt in prompts]
         first: dict[int, tuple[int, float]] = {}
         """First tokens of requests that wait for their blocks, and since when they wait."""
@@ -245,7 +238,7 @@ class Server:
             now, found = time.monotonic(), dict[int, list[int]]()
             for number, (token, since) in list(first.items()):
                 is_late = now - since > LATE_SECONDS
-                if is_late or all(key in blocks for key in reversed(keys[number])):
+                if is_late or all(key in self._remote for key in reversed(keys[number])):
                     found[number] = [*prompts[number], token]
                     del first[number]
                     late += is_late

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from itertools import batched
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 import jaxkv
 from jaxkv import offload
@@ -15,32 +17,46 @@ from jaxkv.offload.remote import POLL_SECONDS
 from jaxkv.offload.transfers import in_powers_of_two, to_numpy
 from jaxkv.offload.transports import Ticket, Transport
 from jaxkv.ops.rows import read_rows, write_rows
+from jaxkv_kernels.addressing import one_array
 
 TRANSPORTS: dict[str, type[Transport]] = {"JAX": offload.JaxTransport, "NIXL": offload.NixlTransport}
+PATTERN_BLOCKS = 16
+"""Blocks with distinct entries; a larger cache repeats them."""
 SECONDS = 60.0
 """The most seconds that blocks may take."""
 WRITTEN_AT_ONCE = 64
 """Blocks that are written to a cache by one program, as by engines."""
 
 
+def filled(layout: jaxkv.CacheLayout, seed: jax.Array | int) -> jaxkv.KVCache:
+    """A cache of random small numbers."""
+    shape = PATTERN_BLOCKS, layout.block_nbytes // layout.itemsize
+    pattern = jax.random.randint(jax.random.key(seed), shape, 0, 100).astype(layout.dtype)
+    first = jnp.arange(PATTERN_BLOCKS, dtype=jnp.int32)
+
+    def some(i, cache):  # ids beyond the last block are skipped
+        return jaxkv.write_blocks(cache, i * PATTERN_BLOCKS + first, pattern)
+
+    return lax.fori_loop(0, -(-layout.num_blocks // PATTERN_BLOCKS), some, jaxkv.KVCache.zeros(layout))
+
+
 class End:
     """A cache on the device of this process, and the transports.
 
     Args:
-      cache: makes the cache.
+      cache: the cache.
       blocks: ids of its blocks, which are sent or received.
     """
 
-    def __init__(self, layout: jaxkv.CacheLayout, blocks: np.ndarray):
-        self.layout, self.blocks = layout, blocks
-        self.device = jax.local_devices()[0]
+    def __init__(self, cache: jaxkv.KVCache, blocks: np.ndarray):
+        self.cache, self.layout, self.blocks = jax.device_put(cache, jax.local_devices()[0]), cache.layout, blocks
         self.transports: dict[str, Transport] = {}
         for name, transport in TRANSPORTS.items():
             try:
                 self.transports[name] = transport()
             except ImportError:  # it is not installed
                 continue
-        self.per_piece = max(1, CHUNK_BYTES // layout.block_nbytes)
+        self.per_piece = max(1, CHUNK_BYTES // cache.layout.block_nbytes)
         """Blocks that are sent at once."""
 
     def names(self) -> list[str]:
@@ -57,10 +73,7 @@ class Source(End):
     """The process that has blocks."""
 
     def __init__(self, layout: jaxkv.CacheLayout, blocks: np.ndarray, authkey: bytes):
-        from jaxkv.bench.transfer import filled
-
-        super().__init__(layout, blocks)
-        self.cache = jax.device_put(jax.jit(lambda: filled(layout, 0))(), self.device)
+        super().__init__(jax.jit(lambda: filled(layout, 0))(), blocks)
         self.pool = offload.HostPool(layout, len(blocks))
         self.servers = {
             name: offload.BlockServer(self.pool, ("127.0.0.1", 0), authkey=authkey, transport=transport)
@@ -110,8 +123,7 @@ class Target(End):
     def __init__(
         self, layout: jaxkv.CacheLayout, blocks: np.ndarray, authkey: bytes, addresses: dict[str, tuple[str, int]]
     ):
-        super().__init__(layout, blocks)
-        self.cache = jaxkv.KVCache.zeros(layout, device=self.device)
+        super().__init__(jaxkv.KVCache.zeros(layout), blocks)
         self.remote = {
             name: offload.RemoteBlocks(
                 layout, [address], authkey=authkey, transport=self.transports[name], pull_timeout=SECONDS
@@ -149,7 +161,7 @@ class Target(End):
         if not remote.wait_for(keys, SECONDS):
             raise TimeoutError(f"blocks have not been offered for the transport {name} in {SECONDS:.0f} s")
         start = time.perf_counter()
-        pull, missing = remote.pull(keys, jax.sharding.SingleDeviceSharding(self.device)), set(keys)
+        pull, missing = remote.pull(keys, one_array(self.cache.buffer).sharding), set(keys)
         while missing:
             if time.perf_counter() - start > SECONDS:
                 raise TimeoutError(f"blocks have not arrived by the transport {name} in {SECONDS:.0f} s")

@@ -32,7 +32,7 @@ from jax.sharding import PartitionSpec as P
 import jaxkv
 from jaxkv import parallel
 from jaxkv.bench import random_models
-from jaxkv.bench.ends import TRANSPORTS, Source, Target
+from jaxkv.bench.ends import TRANSPORTS, Source, Target, filled
 from jaxkv.bench.peers import Peer, share_memory
 from jaxkv.bench.timing import Chain, measure_ceilings
 from jaxkv.terminal.files import when_and_how, write_json
@@ -42,8 +42,6 @@ from jaxkv.terminal.options import Sizes, add_sizes, integer, output_file, posit
 from jaxkv.terminal.streams import notice
 
 AXIS = "x"
-PATTERN_BLOCKS = 16
-"""Blocks with distinct entries; a larger cache repeats them."""
 CALLS = 10
 """Consecutive calls that are timed together."""
 SIZES: Sizes = {
@@ -104,6 +102,7 @@ def run(args: argparse.Namespace) -> int:
     here = len(devices) if devices and jax.default_backend() == "cpu" else 1  # simulated devices share the memory
     require_memory(f"{args.blocks} blocks, a cache of twice as many, and rows", 5 * here * moved, on_host=2 * moved)
     speaks = jax.process_index() == 0
+    found, wrong = list[dict[str, Any]](), list[str]()
     about = {
         **when_and_how(args.argv),
         "device": jax.devices()[0].device_kind,
@@ -111,8 +110,8 @@ def run(args: argparse.Namespace) -> int:
         "blocks": args.blocks,
         "block_bytes": layout.block_nbytes,
         "processes": jax.process_count(),
-        "rows": [],
-        "wrong": [],
+        "rows": found,
+        "wrong": wrong,
     }
     if speaks:
         blocks = counted(args.blocks, "blocks")
@@ -123,7 +122,10 @@ def run(args: argparse.Namespace) -> int:
     def record(rows: Iterator[Row | str]) -> None:
         """Prints and writes each row, and the name of what is wrong."""
         for row in rows:
-            about["wrong" if isinstance(row, str) else "rows"].append(row if isinstance(row, str) else asdict(row))
+            if isinstance(row, str):
+                wrong.append(row)
+            else:
+                found.append(asdict(row))
             if speaks:
                 print(f"wrong: {row}" if isinstance(row, str) else row, flush=True)
             if speaks and args.json:
@@ -137,7 +139,7 @@ def run(args: argparse.Namespace) -> int:
         notice("there is one device: nothing is sent between devices of one program")
     if not job:
         record(_between_processes(args, layout, len(devices or [None])))
-    return 1 if about["wrong"] else 0
+    return 1 if wrong else 0
 
 
 def _joined(args: argparse.Namespace) -> bool:
@@ -165,18 +167,6 @@ def _pair() -> list[jax.Device]:
     if jax.process_count() == 1:
         return jax.devices()[:2]
     return [next(device for device in jax.devices() if device.process_index == i) for i in range(2)]
-
-
-def filled(layout: jaxkv.CacheLayout, seed: jax.Array | int) -> jaxkv.KVCache:
-    """A cache of random small numbers."""
-    shape = PATTERN_BLOCKS, layout.block_nbytes // layout.itemsize
-    pattern = jax.random.randint(jax.random.key(seed), shape, 0, 100).astype(layout.dtype)
-    first = jnp.arange(PATTERN_BLOCKS, dtype=jnp.int32)
-
-    def some(i, cache):  # ids beyond the last block are skipped
-        return jaxkv.write_blocks(cache, i * PATTERN_BLOCKS + first, pattern)
-
-    return lax.fori_loop(0, -(-layout.num_blocks // PATTERN_BLOCKS), some, jaxkv.KVCache.zeros(layout))
 
 
 def _ids(layout: jaxkv.CacheLayout) -> tuple[np.ndarray, np.ndarray]:
@@ -211,7 +201,7 @@ def _between_devices(
     moved = args.blocks * layout.block_nbytes
     for ways, perm in (("one way", [(0, 1)]), ("both ways", [(0, 1), (1, 0)])):
 
-        @partial(_on_each, mesh)
+        @partial(_on_each, mesh, donate=False)  # XLA would copy the result to the memory of the argument
         def ppermute(x, perm=perm):
             return lax.ppermute(x, AXIS, perm)
 
@@ -251,10 +241,10 @@ def _transferred(
     yield Row.timed("transfer_blocks, one way", moved, seconds)
 
 
-def _on_each(mesh: Mesh, function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled for each device's part of its argument, which is donated."""
+def _on_each(mesh: Mesh, function: Callable[..., Any], *, donate: bool = True) -> Callable[..., Any]:
+    """The function compiled for each device's part of its argument, which is donated or not."""
     mapped = jax.shard_map(function, mesh=mesh, in_specs=P(AXIS), out_specs=P(AXIS), check_vma=False)
-    return jax.jit(mapped, donate_argnums=0)
+    return jax.jit(mapped, donate_argnums=0 if donate else ())
 
 
 def _made(mesh: Mesh, make: Callable[[jax.Array], Any]) -> Any:
