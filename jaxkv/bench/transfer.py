@@ -124,10 +124,11 @@ def run(args: argparse.Namespace) -> int:
         for row in rows:
             if isinstance(row, str):
                 wrong.append(row)
+                print(f"wrong: {row}", flush=True)  # also if another process has not noticed it
             else:
                 found.append(asdict(row))
-            if speaks:
-                print(f"wrong: {row}" if isinstance(row, str) else row, flush=True)
+                if speaks:
+                    print(row, flush=True)
             if speaks and args.json:
                 write_json(args.json, about)
 
