@@ -15,6 +15,7 @@ devices.  Process 0 prints:
 import argparse
 import itertools
 import os
+import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -82,8 +83,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, SIZES)
     pieces = "pieces in which `permute_blocks` sends them; default its own"
     parser.add_argument("--pieces", type=positive, metavar="N", help=pieces)
-    address = "host and port of process 0: this command is one of --processes of one job, each with one device"
-    parser.add_argument("--coordinator", metavar="ADDRESS", help=address)
+    address = "address of process 0: this command is one of --processes of one job, each with one device"
+    parser.add_argument("--coordinator", type=_address, metavar="HOST:PORT", help=address)
     parser.add_argument(
         "--processes", type=integer(2, 2), metavar="N", help="processes of the job, with --coordinator: 2"
     )
@@ -143,6 +144,14 @@ def run(args: argparse.Namespace) -> int:
     return 1 if wrong else 0
 
 
+def _address(text: str) -> str:
+    """Parses the address of a coordinator."""
+    host, _, port = text.rpartition(":")
+    if not host or not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16):
+        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, with a port from 1 to 65535")
+    return text
+
+
 def _joined(args: argparse.Namespace) -> bool:
     """Whether this is a process of a job, which it has joined.  ValueError if it cannot."""
     options = {"--coordinator": args.coordinator, "--processes": args.processes, "--process": args.process}
@@ -151,6 +160,7 @@ def _joined(args: argparse.Namespace) -> bool:
     if missing := [name for name, value in options.items() if value is None]:
         raise ValueError(f"{missing[0]} is missing: expected all of {', '.join(options)}, or none")
     try:
+        socket.getaddrinfo(args.coordinator.rpartition(":")[0], None)  # where JAX ends the process if it is not known
         jax.distributed.initialize(args.coordinator, args.processes, args.process, initialization_timeout=60)
     except (RuntimeError, OSError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]

@@ -92,6 +92,7 @@ def test_two_commands_form_a_job(tmp_path):
             "--coordinator is missing: expected all of --coordinator, --processes, --process, or none",
         ),
         (["--coordinator", "localhost:1"], "--processes is missing"),
+        (["--coordinator", "/no/such:1", "--processes", "2", "--process", "1"], "did not form a job: .*not known"),
         (["--blocks", str(2**23)], "blocks, a cache of twice as many, and rows: .* GB do not fit in memory"),
     ],
 )
@@ -99,6 +100,13 @@ def test_mistakes(options, message, capsys):
     with pytest.raises(SystemExit, match=f"jaxkv bench transfer: .*{message}"):
         main([*SMALL, *options])
     assert not capsys.readouterr().out
+
+
+@pytest.mark.parametrize("address", ["many", "host:", ":80", "host:0", "host:65536", "host:" + "9" * 5000])
+def test_addresses_have_a_host_and_a_port(address, capsys):
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--coordinator", address])
+    assert "is not HOST:PORT, with a port from 1 to 65535" in capsys.readouterr().err
 
 
 @pytest.mark.ci
