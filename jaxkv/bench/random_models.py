@@ -21,12 +21,15 @@ from jaxkv.terminal.memory import nbytes, require_memory
 from jaxkv.terminal.options import add_entry_format
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options that choose the model and the format of its cache."""
+def add_arguments(parser: argparse.ArgumentParser, *, weights: bool = True) -> None:
+    """Adds the options that choose the model and the format of its cache; without `weights`, none about these."""
     parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
     add_entry_format(parser)
     fp8 = "keep the weights in float8 that DeepSeek publishes so: as they are, or with products of float8 activations"
-    parser.add_argument("--fp8-weights", choices=("dequantise", "e4m3"), default="expand", help=fp8)
+    if weights:
+        parser.add_argument("--fp8-weights", choices=("dequantise", "e4m3"), default="expand", help=fp8)
+    else:
+        parser.set_defaults(fp8_weights="expand")
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
 
 

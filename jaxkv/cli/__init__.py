@@ -12,7 +12,7 @@ from types import ModuleType
 import jax
 
 import jaxkv
-from jaxkv.bench import hot_rows, offload, ops, parallel, serve, step, ttft
+from jaxkv.bench import disaggregated, hot_rows, offload, ops, parallel, serve, step, transfer, ttft
 from jaxkv.cli import demo, doctor, generate, layout, matrix, verify
 from jaxkv.terminal import streams
 
@@ -34,6 +34,8 @@ BENCHMARKS = {
     "offload": offload,
     "hot-rows": hot_rows,
     "parallel": parallel,
+    "transfer": transfer,
+    "disaggregated": disaggregated,
 }
 """The subcommands of `jaxkv bench`, likewise."""
 

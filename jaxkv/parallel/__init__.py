@@ -26,6 +26,7 @@ Pallas kernels on GPUs need `check_vma=False` in `shard_map`, because JAX cannot
 mesh.  On a mesh with explicit axes, place the arguments according to the specs before the call (`jax.device_put`).
 
 `transfer_blocks` copies blocks to a cache on other devices, for prefill on some devices and decode on others.
+`permute_blocks` does so inside `shard_map`, between the caches of one mesh.
 `convert_blocks` converts payloads of blocks between caches that divide heads or tokens in other ways.
 
 With several processes, each runs the same program after `jax.distributed.initialize()`, on a mesh of the devices of all
@@ -35,11 +36,13 @@ processes.
 from jaxkv.parallel import context
 from jaxkv.parallel.caches import zeros
 from jaxkv.parallel.conversion import convert_blocks
+from jaxkv.parallel.permute import permute_blocks
 from jaxkv.parallel.transfer import transfer_blocks
 
 __all__ = [
     "context",
     "convert_blocks",
+    "permute_blocks",
     "transfer_blocks",
     "zeros",
 ]

@@ -39,7 +39,7 @@ def require_memory(what: str, needed: int, *, on_host: int = 0) -> None:
     CPUs have the memory of their host.  Call it before allocating: there, the operating system would kill the process
     instead, and XLA divides by zero if an array has more bytes than an int64 can count.
     """
-    device = jax.devices()[0]
+    device = jax.local_devices()[0]
     places = [(device.device_kind, needed, device_memory(device)), ("the host", on_host, host_memory())]
     if device.platform == "cpu":
         places = [(device.device_kind, needed + on_host, device_memory(device))]

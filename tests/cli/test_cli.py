@@ -28,7 +28,7 @@ MODULES = COMMANDS | {f"bench {name}": module for name, module in BENCHMARKS.ite
 REQUIRED = {
     "generate": ["--model", "/no/such"],
     "bench parallel": ["context"],
-    **{f"bench {name}": ["/no/such"] for name in ("step", "ttft", "serve")},
+    **{f"bench {name}": ["/no/such"] for name in ("step", "ttft", "serve", "transfer", "disaggregated")},
 }
 
 

@@ -5,11 +5,13 @@ python two_processes.py ADDRESS NUMBER
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxkv
@@ -66,6 +68,7 @@ def main(address, number):
     on_shares = jax.shard_map(on_a_share, mesh=mesh, in_specs=P("x"), out_specs=P(), check_vma=False)
     found = jax.jit(on_shares)(cache)
     assert_close(np.asarray(found), np.asarray(jax.jit(on_one_device)()), roundings=64, magnitude=1)
+    send_blocks(mesh)
     model = models.load(MODEL, parallel=models.TensorParallel(mesh, "x"))
     engine = serving.Engine(model, num_blocks=4, max_requests=2)
     with np.load(MODEL / "truth.npz") as truth:
@@ -75,6 +78,26 @@ def main(address, number):
     assert [request.tokens for request in requests] == [prompt + right] * 2
     serve_from_process_0(model, int(number))
     print("equal")
+
+
+def send_blocks(mesh):
+    """Blocks of each device, to the next one: half of them to the other process."""
+    rows = np.arange(mesh.size * layout.size, dtype=np.float32).reshape(mesh.size, layout.num_blocks, -1)
+    perm = [(i, (i + 1) % mesh.size) for i in range(mesh.size)]
+
+    @partial(jax.jit, donate_argnums=0)
+    @partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
+    def permuted(cache):
+        ids = jnp.asarray([[3, 0, 24], [1, 3, 7]])
+        return parallel.permute_blocks(cache, *ids, perm, axis="x", pieces=2)
+
+    buffer = jax.make_array_from_callback((rows.size,), NamedSharding(mesh, P("x")), lambda at: rows.reshape(-1)[at])
+    found = permuted(jaxkv.KVCache(buffer, layout)).buffer
+    right = rows.copy()
+    for sender, receiver in perm:
+        right[receiver, [1, 3, 7]] = rows[sender, [3, 0, 24]]
+    for shard in found.addressable_shards:
+        np.testing.assert_array_equal(shard.data, right.reshape(-1)[shard.index])
 
 
 def serve_from_process_0(model, number):

@@ -198,6 +198,8 @@ jaxkv.convert_blocks(q[0], layout)
 jaxkv.convert_blocks(q[0], layout, layout, num_tokens=lengths)
 # argument: a layout per device
 parallel.convert_blocks(q, [layout, layout], layout)
+# argument: an array of pairs instead of pairs
+parallel.permute_blocks(cache, lengths, lengths, tables, axis="x")
 # argument: the name of an operation instead of the operation
 jaxkv.explain("decode_mla", q, q_pe, cache, tables, lengths, layer=0, scale=0.1)
 # attribute: the name of an operation

@@ -144,6 +144,7 @@ shared = jaxkv.write_mla(shared, q[:, 0], q_pe[:, 0], lengths, layer=0)
 shared = jaxkv.write_indexer_k(shared.view(packed["keys"]), q_kv[:, 0], lengths, layer=0)
 assert_type(jaxkv.convert_blocks(jaxkv.read_blocks(shared, lengths), packed, packed, num_tokens=9), jax.Array)
 assert_type(parallel.convert_blocks([q[0], q[0]], latents, kv_cache.layout, num_tokens=9), jax.Array)
+assert_type(parallel.permute_blocks(shared, lengths, lengths, [(0, 1)], axis="x"), KVCache[IndexerEntry])
 print(jaxkv.explain(jaxkv.decode_mla, q, q_pe, cache, tables, lengths, layer=0, scale=0.1).chosen)
 
 sequences = blocks.BlockTables.create(num_sequences=2, max_blocks=4, num_blocks=8, block_size=64)
