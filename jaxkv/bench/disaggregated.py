@@ -1,8 +1,10 @@
 """Serve the same requests by two engines that prefill and decode, and by one engine that prefills for one that decodes.
 
-Each engine is a process of its own with one GPU.  First, both serve half of the requests each.  Then one prefills all
-prompts: it generates the first token of each, and the other process pulls the blocks and generates the rest.  All
-requests arrive at once.  The weights are random, and the same in both processes.
+Each engine has a GPU.  First, both serve half of the requests each, in a process of their own.  Then one prefills all
+prompts and generates the first token of each; the blocks go to the other one, which generates the rest.  Engines in two
+processes send blocks by a transport of `jaxkv.offload`, through the memory of the host.  With `--transport device`,
+both engines are in one process, each driven by a thread, and blocks go from GPU to GPU (`Engine.export` and `adopt`).
+All requests arrive at once.  The weights are random, and the same in both engines.
 
 Times between tokens are those of consecutive tokens of a request.  Tokens are compared: where two differ for the first
 time, both must be equally likely, up to rounding.
@@ -12,7 +14,7 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, fields
 from multiprocessing.connection import Client, Listener
@@ -32,15 +34,16 @@ from jaxkv.bench.peers import Peer, share_memory
 from jaxkv.bench.serve import percentiles
 from jaxkv.bench.soak import ROUNDINGS
 from jaxkv.models import ModelConfig
-from jaxkv.serving import Engine, Request
+from jaxkv.models.parallel.base import OneDevice
+from jaxkv.serving import Engine, ExportedBlocks, Request
 from jaxkv.serving.table import tables_of
 from jaxkv.terminal.files import when_and_how, write_json
 from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.options import Sizes, add_sizes, output_file, positive, with_defaults
 from jaxkv.terminal.streams import notice
 
-PREFILLS = 8
-"""Requests that run at once in an engine that only prefills: each ends with its prompt."""
+DEVICE = "device"
+"""The transport from device to device."""
 WAIT_SECONDS = 0.0005
 """Between two looks at what has arrived, while an engine has no requests."""
 LATE_SECONDS = 30.0
@@ -65,7 +68,7 @@ class Served:
     """When each of its tokens was there."""
     tokens: list[list[int]]
     loaded: int = 0
-    """Tokens of prompts that were loaded."""
+    """Tokens of prompts that were not computed."""
     failures: int = 0
     """Of connectors."""
     late: int = 0
@@ -128,11 +131,16 @@ class Job:
 
 
 class Server:
-    """A model and its engines, each of which has served one request.  The object of a `Peer`."""
+    """A model and its engines, all of the same sizes, each of which has served one request.  The object of a `Peer`.
 
-    def __init__(self, job: Job):
+    Args:
+      job: what is served.
+      device: where the model is; default the first device.
+    """
+
+    def __init__(self, job: Job, device: jax.Device | None = None):
         self._job = job
-        described = random_models.described_model(job.model)
+        described = random_models.described_model(job.model, OneDevice(device))
         layout = described.layout(1)
         self._tables = tables_of(layout, described.usual_block_size)
         blocks, most = self._blocks(job.requests), job.requests + job.chunks * job.chunk
@@ -142,8 +150,9 @@ class Server:
         self._model = random_models.random_model(job.model, described, needed)
         self._dummy, *self._prompts = job.prompts(self._model.config.vocab_size)
         self._engines: dict[str, Engine] = {}
-        self._first: SimpleQueue[tuple[int, int]] = SimpleQueue()
-        """Numbers of requests whose prompts have been prefilled, and their first tokens."""
+        self._first: SimpleQueue[tuple[int, int, ExportedBlocks | None]] = SimpleQueue()
+        """Numbers of requests whose prompts have been prefilled, their first tokens, and their blocks, if these are not
+        pulled."""
 
     def described(self) -> dict[str, Any]:
         """Device and model."""
@@ -159,14 +168,14 @@ class Server:
         """The most blocks of prompts that are offered."""
         return requests * sum(table.up_to(self._job.prompt) for table in self._tables)
 
-    def _engine(self, max_requests: int, connectors: Sequence[offload.Connector] = ()) -> Engine:
+    def _engine(self, *connectors: offload.Connector) -> Engine:
         engine = Engine(
             self._model,
-            num_blocks=self._blocks(max_requests),
-            max_requests=max_requests,
+            num_blocks=self._blocks(self._job.requests),
+            max_requests=self._job.requests,
             max_len=self._job.prompt + self._job.output,
             chunk=self._job.chunk,
-            max_num_batched_tokens=max_requests + self._job.chunks * self._job.chunk,
+            max_num_batched_tokens=self._job.requests + self._job.chunks * self._job.chunk,
             connectors=connectors,
         )
         engine.warm_up()
@@ -174,7 +183,7 @@ class Server:
 
     def make_both(self) -> None:
         """Makes the engine that prefills and decodes half of the requests."""
-        self._engines["both"] = self._engine(self._job.requests // 2)
+        self._engines["both"] = self._engine()
         self._serve("both", {0: self._dummy}, OF_DUMMY)
 
     def serve_half(self, half: int) -> Served:
@@ -190,8 +199,8 @@ class Server:
         return self._server.address
 
     def make_prefiller(self) -> None:
-        """Makes the engine that prefills."""
-        self._engines["prefill"] = self._engine(min(PREFILLS, self._job.requests), [self._pool])
+        """Makes the engine that prefills, whose blocks are offered."""
+        self._engines["prefill"] = self._engine(self._pool)
 
     def make_decoder(self, blocks: tuple[str, int], authkey: bytes) -> str:
         """Makes the engine that decodes; returns the address to which first tokens are sent."""
@@ -199,7 +208,7 @@ class Server:
         self._remote = offload.RemoteBlocks(
             self._model.layout(1), [blocks], authkey=authkey, transport=transport, pull_timeout=LATE_SECONDS
         )
-        self._engines["decode"] = self._engine(self._job.requests, [self._remote])
+        self._engines["decode"] = self._engine(self._remote)
         listener = Listener(family="AF_UNIX", authkey=authkey)
         Thread(target=self._receive, args=(listener,), daemon=True).start()
         return str(listener.address)
@@ -208,18 +217,32 @@ class Server:
         with listener, listener.accept() as connection:
             while True:
                 try:
-                    self._first.put(connection.recv())
+                    self._first.put((*connection.recv(), None))
                 except EOFError:
                     return
 
     def connect(self, address: str, authkey: bytes) -> None:
         """Sends first tokens to this address from now on."""
-        self._to_decoder = Client(address, "AF_UNIX", authkey=authkey)
+        connection = Client(address, "AF_UNIX", authkey=authkey)
+        self._to_decoder = lambda number, token, prompt: connection.send((number, token))
+
+    def make_near(self, decoder: "Server") -> None:
+        """Makes the engine that prefills, and the one of a server of this process that decodes."""
+        self._engines["prefill"], decoder._engines["decode"] = self._engine(), decoder._engine()
+
+        def send(number: int, token: int, prompt: list[int]) -> None:
+            decoder._first.put((number, token, self._engines["prefill"].export(prompt)))
+
+        self._to_decoder = send
 
     def prefill(self, dummy: bool) -> Served:
-        """Prefills all prompts, or that of the dummy, and sends the first tokens to the process that decodes."""
+        """Prefills all prompts, or that of the dummy, and sends the first tokens to the engine that decodes."""
         prompts = [self._dummy] if dummy else self._prompts
-        return self._serve("prefill", dict(enumerate(prompts)), 1, lambda *first: self._to_decoder.send(first))
+
+        def send(number: int, token: int) -> None:
+            self._to_decoder(number, token, prompts[number])
+
+        return self._serve("prefill", dict(enumerate(prompts)), 1, send)
 
     def decode(self, dummy: bool) -> Served:
         """Generates all tokens after the first, of requests whose blocks are offered."""
@@ -228,17 +251,22 @@ class Server:
         keys = [engine.keys(prompt, block_size=engine.block_size) for prompt in prompts]
         first: dict[int, tuple[int, float]] = {}
         """First tokens of requests that wait for their blocks, and since when they wait."""
+        near = set[int]()
+        """Those whose blocks are there."""
         late = 0
 
         def ready() -> dict[int, list[int]]:
             nonlocal late
             while not self._first.empty():
-                number, token = self._first.get()
+                number, token, blocks = self._first.get()
                 first[number] = token, time.monotonic()
+                if blocks is not None:
+                    near.add(number)
+                    engine.adopt(blocks)
             now, found = time.monotonic(), dict[int, list[int]]()
             for number, (token, since) in list(first.items()):
                 is_late = now - since > LATE_SECONDS
-                if is_late or all(key in self._remote for key in reversed(keys[number])):
+                if number in near or is_late or all(key in self._remote for key in reversed(keys[number])):
                     found[number] = [*prompts[number], token]
                     del first[number]
                     late += is_late
@@ -269,7 +297,7 @@ class Server:
     ) -> Served:
         """Serves `count` requests, as soon as `ready` has the prompt of each by its number."""
         served, numbers = Served.none(count), dict[Request, int]()
-        loaded, failures = engine.prefix_stats.loaded, engine.tiers.failures
+        found, failures = engine.prefix_stats.found, engine.tiers.failures
         while len(numbers) < count or engine.unfinished:
             for number, prompt in ready().items():
                 served.submitted[number] = time.monotonic()
@@ -285,13 +313,13 @@ class Server:
                 on_token(numbers[request], token)
         if any(request.finish_reason != "length" for request in numbers):
             raise RuntimeError("the logits of a request are NaN, so that it ended early")
-        served.loaded = engine.prefix_stats.loaded - loaded
+        served.loaded = engine.prefix_stats.found - found
         served.failures = engine.tiers.failures - failures
         return served
 
     def compare(self, first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> "Compared":
         """Compares the tokens of all requests; where two differ first, by the probabilities of this engine."""
-        engine, found = self._engines["both"], Compared()
+        engine, found = next(iter(self._engines.values())), Compared()
         checks: dict[Request, tuple[int, set[int]]] = {}
         for number, (mine, theirs) in enumerate(zip(first, second, strict=True)):
             place = next((i for i, pair in enumerate(zip(mine, theirs, strict=True)) if len({*pair}) > 1), None)
@@ -314,6 +342,27 @@ class Server:
         return found
 
 
+class Pair:
+    """Two servers of one process, on its first two devices.  The object of a `Peer`."""
+
+    def __init__(self, job: Job):
+        devices = jax.devices()
+        self._prefiller, self._decoder = (Server(job, device) for device in (devices[0], devices[:2][-1]))
+        self._prefiller.make_near(self._decoder)
+        self._threads = ThreadPoolExecutor(2)
+
+    def serve(self) -> Served:
+        """Serves the requests, after a dummy."""
+        for dummy in (True, False):
+            calls = self._prefiller.prefill, self._decoder.decode
+            prefilled, decoded = self._threads.map(lambda call, dummy=dummy: call(dummy), calls)
+        return prefilled.then(decoded)
+
+    def compare(self, first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> "Compared":
+        """`Server.compare`."""
+        return self._prefiller.compare(first, second)
+
+
 @dataclass
 class Compared:
     """How many requests have the same tokens in both cases."""
@@ -333,8 +382,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, SIZES)
     parser.add_argument("--chunk", type=positive, default=64, metavar="N", help="prompt tokens per chunk (64)")
     parser.add_argument("--chunks", type=positive, default=10, metavar="N", help="the most chunks per step (10)")
-    transport = "how blocks are sent: jax.experimental.transfer (JAX), or NIXL if it is installed (JAX)"
-    parser.add_argument("--transport", choices=TRANSPORTS, default="JAX", help=transport)
+    transport = (
+        "how blocks are sent: from device to device in one process (device), or between processes by "
+        "jax.experimental.transfer (JAX), or NIXL if it is installed; default device"
+    )
+    parser.add_argument("--transport", choices=(DEVICE, *TRANSPORTS), default=DEVICE, help=transport)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
@@ -348,11 +400,12 @@ def run(args: argparse.Namespace) -> int:
             f"--requests is {args.requests} and --output {args.output}: expected an even number of requests, and at "
             "least 2 tokens, of which the first is generated where the prompt is prefilled"
         )
-    TRANSPORTS[args.transport]()  # raises here, before anything takes time, if it is not installed
+    if args.transport != DEVICE:
+        TRANSPORTS[args.transport]()  # raises here, before anything takes time, if it is not installed
     names = "config", "entry_format", "fp8_weights", "implementation"
     options = argparse.Namespace(**{name: getattr(args, name) for name in names})
     job = Job(options, args.requests, args.prompt, args.output, args.chunk, args.chunks, args.transport)
-    second, authkey = min(jax.device_count(), 2) - 1, os.urandom(16)
+    second = min(jax.device_count(), 2) - 1
     with ExitStack() as stack:
         notice("making the models")
         first, last = (stack.enter_context(Peer(device, Server, job)) for device in (0, second))
@@ -367,12 +420,12 @@ def run(args: argparse.Namespace) -> int:
         whole = one.beside(other)
         print(_line("both do both", whole.summary()), flush=True)
         notice("making an engine that prefills, and one that decodes")
-        blocks = first.call("offer_blocks", authkey)
-        address, _ = _results(last.begin("make_decoder", blocks, authkey), first.begin("make_prefiller"))
-        first.call("connect", address, authkey)
-        for dummy in (True, False):
-            decoded, prefilled = _results(last.begin("decode", dummy), first.begin("prefill", dummy))
-        divided = prefilled.then(decoded)
+        if job.transport == DEVICE:
+            stack.close()  # so that there is memory for the models of another process
+            first = stack.enter_context(Peer(None, Pair, job))
+            divided = first.call("serve")
+        else:
+            divided = _apart(first, last)
         print(_line("prefill, decode", divided.summary()), flush=True)
         compared = first.call("compare", whole.tokens, divided.tokens)
     before, after = whole.summary(), divided.summary()
@@ -397,6 +450,17 @@ def run(args: argparse.Namespace) -> int:
         found = {"both": before, "prefill_then_decode": after, "ratios": ratios, "loaded_share": share}
         write_json(args.json, {**about, "sizes": sizes, **found, "tokens": asdict(compared)})
     return 1 if compared.wrong or divided.failures or divided.late else 0
+
+
+def _apart(first: Peer, last: Peer) -> Served:
+    """The requests, of which one process prefills the prompts and the other decodes."""
+    authkey = os.urandom(16)
+    blocks = first.call("offer_blocks", authkey)
+    address, _ = _results(last.begin("make_decoder", blocks, authkey), first.begin("make_prefiller"))
+    first.call("connect", address, authkey)
+    for dummy in (True, False):
+        decoded, prefilled = _results(last.begin("decode", dummy), first.begin("prefill", dummy))
+    return prefilled.then(decoded)
 
 
 def _results(*calls: Future[Any]) -> list[Any]:

@@ -16,12 +16,13 @@ class Peer:
     Use it in a `with` statement, which ends the process.  The process also ends if this one does.
 
     Args:
-      device: the number of its GPU among those that this process may use.  Processes on CPUs share them.
+      device: the number of its GPU among those that this process may use; None for all of them.  Processes on CPUs
+        share them.
       make: makes the object there: a class or a function of a module.
       args: arguments of `make`.
     """
 
-    def __init__(self, device: int, make: Callable[..., Any], *args: Any):
+    def __init__(self, device: int | None, make: Callable[..., Any], *args: Any):
         context = multiprocessing.get_context("spawn")  # JAX has threads, which do not survive a fork
         self._process = ProcessPoolExecutor(1, context, _use, (device,))
         self._made = self._process.submit(_make, make, args)
@@ -51,10 +52,11 @@ _made: list[Any] = []
 """The object of this process."""
 
 
-def _use(device: int) -> None:
+def _use(device: int | None) -> None:
     """Called first in the process."""
-    visible = os.environ.get(VISIBLE)
-    os.environ[VISIBLE] = visible.split(",")[device] if visible else str(device)
+    if device is not None:
+        visible = os.environ.get(VISIBLE)
+        os.environ[VISIBLE] = visible.split(",")[device] if visible else str(device)
     share_memory()
     Thread(target=_end_with_parent, daemon=True).start()
 

@@ -26,9 +26,10 @@ def test_what_is_counted():
 
 
 @pytest.mark.ci
-def test_the_command(tmp_path, capsys):
+@pytest.mark.parametrize("transport", ["device", "JAX"])
+def test_the_command(transport, tmp_path, capsys):
     file = tmp_path / "found.json"
-    assert main([*SMALL, "--json", str(file)]) == 0
+    assert main([*SMALL, "--transport", transport, "--json", str(file)]) == 0
     found = json.loads(file.read_text())
     assert found["loaded_share"] == 1
     for case in ("both", "prefill_then_decode"):
