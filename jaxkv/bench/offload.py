@@ -20,7 +20,7 @@ import jaxkv
 from jaxkv import offload
 from jaxkv.bench.inputs import attention_nbytes
 from jaxkv.offload import transfers
-from jaxkv.terminal.files import write_json
+from jaxkv.terminal.files import when_and_how, write_json
 from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.memory import require_memory
 from jaxkv.terminal.options import Sizes, add_sizes, output_file, with_defaults
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> int:
     )
     if args.json:
         found = {"block_bytes": layout.block_nbytes, "large": large, "rows": rows, "steps": steps}
-        about = {"device": device.device_kind, "jax": jax.__version__}
+        about = {**when_and_how(args.argv), "device": device.device_kind, "jax": jax.__version__}
         write_json(args.json, {**about, **sizes, **found})
     return 0
 

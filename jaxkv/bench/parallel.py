@@ -29,7 +29,7 @@ from jaxkv.bench.inputs import attention_nbytes
 from jaxkv.bench.timing import measure_ceilings
 from jaxkv.bench.workload import unit_scales
 from jaxkv.parallel import context
-from jaxkv.terminal.files import write_json
+from jaxkv.terminal.files import when_and_how, write_json
 from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.memory import require_memory
 from jaxkv.terminal.options import output_file, positive
@@ -328,7 +328,12 @@ def run(args: argparse.Namespace) -> int:
                 "(relative, by norm)"
             )
     if args.json:
-        about = {"device": device.device_kind, "jax": jax.__version__, "sizes": asdict(sizes)}
+        about = {
+            **when_and_how(args.argv),
+            "device": device.device_kind,
+            "jax": jax.__version__,
+            "sizes": asdict(sizes),
+        }
         found = {**about, "ceilings": asdict(ceilings), "rows": [asdict(row) for row in rows]}
         write_json(args.json, found)
     return 0
