@@ -41,6 +41,13 @@ class Groups(NamedTuple):
     """int32 []: how many tiles there are."""
 
 
+def groups_shape(choices: int, num_experts: int, *, tile: int, align: int) -> tuple[int, int]:
+    """P and M of `expert_groups`."""
+    used = min(num_experts, choices)
+    num_rows = max(-(-(choices + used * (align - 1)) // align) * align, tile)
+    return num_rows, min(choices, choices // tile + used)
+
+
 def usual_rows(choices: int, num_experts: int, most: int) -> int:
     """The rows of an average expert plus two standard deviations of random choices, from 1 to `most`."""
     mean = choices / num_experts
@@ -55,10 +62,7 @@ def expert_groups(experts: jax.Array, num_experts: int, *, tile: int, align: int
     `align`.  There are P rows, at least `tile`, and M tiles: as many as any choices may need.  Ids outside
     [0, num_experts) have no row.
     """
-    choices = experts.size
-    used = min(num_experts, choices)
-    num_rows = max(-(-(choices + used * (align - 1)) // align) * align, tile)
-    num_tiles = min(choices, choices // tile + used)
+    num_rows, num_tiles = groups_shape(experts.size, num_experts, tile=tile, align=align)
     ids = experts.reshape(-1)
     known = (ids >= 0) & (ids < num_experts)
     ids = jnp.where(known, ids, num_experts)

@@ -7,8 +7,8 @@ down.  XLA prepares their rows, and adds up the experts' results:
   biases.
 - If a tile has room for all tokens, and weights are not in float8, each chosen expert multiplies all of them
   (`chosen_experts.py`), which takes one kernel.  Reading the weights takes longer than the products.
-- Otherwise, the tokens' choices are sorted by expert, and the tokens are copied to rows in that order
-  (`expert_groups` of `jaxkv_kernels/experts.py`).
+- Otherwise, the tokens' choices are grouped by expert, and the tokens are copied to rows in that order
+  (`grouped_choices.py`, or XLA for very many tokens).
 
 The expert of all tokens is computed by the same kernels, as further experts that every token has chosen, or by XLA
 (`_joins`).
@@ -36,6 +36,7 @@ from jaxkv_kernels.mosaic_gpu.expert_products import (
     products,
     token_reasons,
 )
+from jaxkv_kernels.mosaic_gpu.grouped_choices import fits, group_choices
 from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import (
     expert_reasons,
     fits_one_token,
@@ -135,6 +136,9 @@ def _of_groups(x, experts, count: int, more: int, config):
     and the number of rows.  All tokens have also chosen the `more` experts after the first `count`."""
     added = jnp.broadcast_to(jnp.arange(count, count + more, dtype=jnp.int32), (len(x), more))
     experts = jnp.concatenate([jnp.where((experts >= 0) & (experts < count), experts, -1), added], axis=1)
+    if fits(experts.size, count + more):
+        rows, tokens, tiles = group_choices(experts, count=count + more, tile=config.rows)
+        return x[tokens], rows.T, tiles, len(tokens)
     groups = expert_groups(experts, count + more, tile=config.rows, align=ALIGN)
     tiles = groups.experts, groups.starts // ALIGN, groups.sizes // ALIGN, groups.count.reshape(1)
     return x[groups.tokens], groups.rows.T, tiles, len(groups.tokens)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from jaxkv_kernels.calls import SelectExperts
-from jaxkv_kernels.experts import gated
+from jaxkv_kernels.experts import expert_groups, gated
 from jaxkv_kernels.xla.kernels import XLA
 
 
@@ -30,6 +30,14 @@ def list_chosen(experts_ref, refs, count: int, more: int, size: int) -> None:
     (found,) = jnp.nonzero(chosen, size=most)
     for ref, values in zip(refs, (found, found * size, jnp.full(most, size), chosen.sum()[None]), strict=True):
         ref[...] = values.astype(jnp.int32)
+
+
+def group_choices(experts_ref, refs, per_token: int, count: int, tile: int) -> None:
+    """Stores the rows of choices, the tokens of rows, and the tiles to the six results `refs`."""
+    groups = expert_groups(experts_ref[...].reshape(-1, per_token), count, tile=tile, align=8)
+    tiles = groups.experts, groups.starts // 8, groups.sizes // 8, groups.count[None]
+    for ref, values in zip(refs, (groups.rows.reshape(-1), groups.tokens, *tiles), strict=True):
+        ref[...] = values
 
 
 def gate_up(x, chosen, gate, up, *shared, choices, experts, more, inner, width, limit):
