@@ -16,6 +16,7 @@ from jaxkv.testing.buffers import entry_bytes, to_bytes
 from support import scenes
 from support.cases import on_layouts
 from support.compare import assert_same_bits
+from support.emitters import DEFAULT_EMITTERS
 from support.many_devices import mesh_of, on_several_devices
 from support.suites.base import layout_of
 
@@ -33,7 +34,7 @@ def permute(layout, buffers, sources, targets, perm, **options):
     mesh = mesh_of(len(buffers))
     placed = partial(jax.device_put, device=NamedSharding(mesh, P("x")))
 
-    @partial(jax.jit, donate_argnums=0)
+    @partial(jax.jit, donate_argnums=0, compiler_options=DEFAULT_EMITTERS)
     @partial(jax.shard_map, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     def permuted(cache, sources, targets):
         return parallel.permute_blocks(cache, sources[0], targets[0], perm, axis="x", **options)
