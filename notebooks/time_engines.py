@@ -27,19 +27,18 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
 import jax
-import jaxlib
 import numpy as np
 
-import jaxkv
 from jaxkv.bench import random_models, step
-from jaxkv.bench.serve import Lengths, percentiles, poisson
+from jaxkv.bench.serve import Lengths, TokenTimes, percentiles, poisson
 from jaxkv.offload import HostPool
 from jaxkv.serving import Engine, HostTime
 
@@ -68,7 +67,7 @@ class Timed(Protocol):
         """Submits a request for so many tokens, which end only there."""
         ...
 
-    def step(self) -> Iterable[tuple[Hashable, int]]:
+    def step(self) -> Sequence[tuple[Hashable, int]]:
         """Waits for some requests' next tokens, and returns how many each has got."""
         ...
 
@@ -84,21 +83,17 @@ class JaxkvEngine:
     def __init__(self, args: argparse.Namespace, max_len: int):
         described = random_models.described_model(args)
         block_size = described.usual_block_size
-        self.num_blocks = MAX_REQUESTS * -(-max_len // block_size) // 2
+        num_blocks = MAX_REQUESTS * -(-max_len // block_size) // 2
         budget = MAX_REQUESTS + CHUNKS * CHUNK
-        needed = random_models.Needed(2 * self.num_blocks, MAX_REQUESTS + budget // CHUNK, budget)
+        needed = random_models.Needed(2 * num_blocks, MAX_REQUESTS + budget // CHUNK, budget)
         start = time.perf_counter()
         self.model = jax.block_until_ready(random_models.random_model(args, described, needed))
         self.weights_seconds = time.perf_counter() - start
         sizes = {"max_requests": MAX_REQUESTS, "chunk": CHUNK, "max_num_batched_tokens": budget, "max_len": max_len}
         self.start = time.perf_counter()
-        self.engine = Engine(self.model, num_blocks=self.num_blocks, **sizes)
+        self.engine = Engine(self.model, num_blocks=num_blocks, **sizes)
         self.engine.warm_up(wait=False)
-        self.about = {
-            "device": jax.devices()[0].device_kind,
-            "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
-            "engine": {"num_blocks": self.num_blocks, **sizes},
-        }
+        self.about = {**random_models.about(self.model), "engine": {"num_blocks": num_blocks, **sizes}}
 
     def submit(self, prompt, tokens):
         return self.engine.submit(prompt, max_tokens=tokens, stop=())
@@ -157,8 +152,23 @@ class VllmEngine:
         return [(found.request_id, len(found.outputs[0].token_ids)) for found in self._engine.step()]
 
 
-class Served:
-    """The times of the tokens of requests, in seconds since the first was submitted.
+@dataclass(frozen=True)
+class Served(TokenTimes):
+    """How an engine has served requests."""
+
+    steps: list[tuple[float, int]]
+    """The time of each step, and how many requests got tokens."""
+    ended: list[float]
+    """When each request ended, in the order of these times."""
+
+    @property
+    def saturated(self) -> float:
+        """Tokens per second from when as many requests have ended as run at once, until no request waits."""
+        return self.throughput(self.ended[MAX_REQUESTS - 1], self.ended[-MAX_REQUESTS - 1])
+
+
+def serve(engine: Timed, lengths: Lengths, vocabulary: int, arrivals: np.ndarray | None = None) -> Served:
+    """Serves random requests.
 
     Args:
       engine: an idle engine.
@@ -166,52 +176,29 @@ class Served:
       vocabulary: the number of token ids.
       arrivals: when each is submitted, in seconds; default all at once.
     """
-
-    def __init__(self, engine: Timed, lengths: Lengths, vocabulary: int, arrivals: np.ndarray | None = None):
-        count = len(lengths.prompts)
-        rng = np.random.default_rng()
-        prompts = [rng.integers(0, vocabulary, length).tolist() for length in lengths.prompts]
-        self.arrivals = np.zeros(count) if arrivals is None else arrivals
-        self.tokens: list[list[float]] = [[] for _ in prompts]
-        self.steps: list[tuple[float, int]] = []
-        """The time of each step, and how many requests got tokens."""
-        self.ended: list[float] = []
-        """When each request ended, in their order."""
-        numbers: dict[Hashable, int] = {}
-        start, left = time.perf_counter(), int(lengths.outputs.sum())
-        while left:
-            now = time.perf_counter() - start
-            while len(numbers) < count and self.arrivals[len(numbers)] <= now:
-                number = len(numbers)
-                numbers[engine.submit(prompts[number], int(lengths.outputs[number]))] = number
-            if len(self.ended) == len(numbers):
-                time.sleep(max(self.arrivals[len(numbers)] - now, 0))
-                continue
-            new = engine.step()
-            now = time.perf_counter() - start
-            for request, tokens in new:
-                number = numbers[request]
-                self.tokens[number] += [now] * tokens
-                left -= tokens
-                if len(self.tokens[number]) == lengths.outputs[number]:
-                    self.ended.append(now)
-            self.steps.append((now, len(new)))
-
-    @property
-    def first(self) -> np.ndarray:
-        """Seconds from each request's arrival to its first token."""
-        return np.asarray([times[0] for times in self.tokens]) - self.arrivals
-
-    @property
-    def between(self) -> np.ndarray:
-        """Seconds between consecutive tokens of a request, of all requests."""
-        return np.concatenate([np.diff(times) for times in self.tokens])
-
-    @property
-    def saturated(self) -> float:
-        """Tokens per second from when as many requests have ended as run at once, until no request waits."""
-        start, end = self.ended[MAX_REQUESTS - 1], self.ended[-MAX_REQUESTS - 1]
-        return float(sum(start < time <= end for times in self.tokens for time in times) / (end - start))
+    count, rng = len(lengths.prompts), np.random.default_rng()
+    prompts = [rng.integers(0, vocabulary, length).tolist() for length in lengths.prompts]
+    served = Served(np.zeros(count) if arrivals is None else arrivals, [[] for _ in prompts], [], [])
+    numbers: dict[Hashable, int] = {}
+    start, left = time.perf_counter(), int(lengths.outputs.sum())
+    while left:
+        now = time.perf_counter() - start
+        while len(numbers) < count and served.arrivals[len(numbers)] <= now:
+            number = len(numbers)
+            numbers[engine.submit(prompts[number], int(lengths.outputs[number]))] = number
+        if len(served.ended) == len(numbers):
+            time.sleep(max(served.arrivals[len(numbers)] - now, 0))
+            continue
+        new = engine.step()
+        now = time.perf_counter() - start
+        for request, tokens in new:
+            number = numbers[request]
+            served.tokens[number].extend([now] * tokens)
+            left -= tokens
+            if len(served.tokens[number]) == lengths.outputs[number]:
+                served.ended.append(now)
+        served.steps.append((now, len(new)))
+    return served
 
 
 def same(requests: int, prompt: int, output: int) -> Lengths:
@@ -225,17 +212,17 @@ class Rows:
     def __init__(self, args: argparse.Namespace, about: Mapping[str, Any]):
         self._file, self._vocabulary = args.file, json.loads(_config(args.config).read_text())["vocab_size"]
         command = shlex.join(["python", "notebooks/time_engines.py", *sys.argv[1:]])
-        self._found = {"date": datetime.now(UTC).date().isoformat(), "command": command, **about}
+        self.found: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "command": command, **about}
 
     def add(self, name: str, **row: Any) -> None:
         """Prints and records a row."""
         print(name, json.dumps(row), flush=True)
-        self._found.setdefault(name, []).append(row)
-        self._file.write_text(json.dumps(self._found, indent=1) + "\n")
+        self.found.setdefault(name, []).append(row)
+        self._file.write_text(json.dumps(self.found, indent=1) + "\n")
 
     def served(self, engine: Timed, lengths: Lengths, arrivals: np.ndarray | None = None) -> Served:
         """Serves requests."""
-        return Served(engine, lengths, self._vocabulary, arrivals)
+        return serve(engine, lengths, self._vocabulary, arrivals)
 
     def decode(self, engine: Timed) -> None:
         """The row `decode`."""
@@ -264,11 +251,6 @@ class Rows:
         between = {"between_tokens_ms": percentiles(served.between), "first_token_ms": percentiles(served.first)}
         self.add("arrivals", requests=ARRIVALS, requests_per_s=rate, seconds=served.ended[-1], **between)
 
-    @property
-    def half_rate(self) -> float:
-        """Requests per second, half as many as were served while requests waited."""
-        return half_rate(self._found)
-
 
 def half_rate(found: Mapping[str, Any]) -> float:
     """Half of the requests per second that an engine serves while requests wait."""
@@ -288,7 +270,7 @@ def time_vllm(args: argparse.Namespace) -> None:
     rows.served(engine, same(2, 100, 8))
     for _ in range(2):
         rows.at_once(engine)
-    rows.arrivals(engine, rows.half_rate)
+    rows.arrivals(engine, half_rate(rows.found))
     rows.first_token(engine)
     rows.decode(engine)
 
@@ -331,8 +313,7 @@ def time_loads(model, rows: Rows) -> None:
     """The row `loads`."""
     block_size = model.usual_block_size
     blocks = -(-PREFIX // block_size)
-    output = PROMPT
-    beside = BESIDE * -(-(PROMPT + output) // block_size)
+    beside = BESIDE * -(-2 * PROMPT // block_size)  # as many tokens are generated as a prompt has
     num_blocks = blocks + 2 + beside
     pool = HostPool(model.layout(num_blocks), blocks + ROUNDS * beside)  # so that the prefix is never evicted
     engine = Engine(
@@ -353,7 +334,7 @@ def time_loads(model, rows: Rows) -> None:
         pool.flush()
         engine.pool.clear()
         others = [
-            engine.submit(rng.integers(0, vocabulary, PROMPT).tolist(), max_tokens=output, stop=())
+            engine.submit(rng.integers(0, vocabulary, PROMPT).tolist(), max_tokens=PROMPT, stop=())
             for _ in range(BESIDE)
         ]
         while not all(other.generated for other in others):

@@ -31,7 +31,7 @@ from jaxkv import offload
 from jaxkv.bench import random_models
 from jaxkv.bench.ends import TRANSPORTS
 from jaxkv.bench.peers import Peer, share_memory
-from jaxkv.bench.serve import percentiles
+from jaxkv.bench.serve import TokenTimes, percentiles
 from jaxkv.bench.soak import ROUNDINGS
 from jaxkv.models import ModelConfig
 from jaxkv.models.parallel.base import OneDevice
@@ -97,12 +97,12 @@ class Served:
     def summary(self) -> dict[str, Any]:
         """Numbers for a file of measurements."""
         start, end = min(self.submitted), max(times[-1] for times in self.times)
-        first = np.asarray([times[0] for times in self.times]) - self.submitted
+        times = TokenTimes(np.asarray(self.submitted), self.times)
         return {
             "seconds": end - start,
             "output_tokens_per_s": sum(map(len, self.tokens)) / (end - start),
-            "first_token_ms": percentiles(first),
-            "between_tokens_ms": percentiles(np.concatenate([np.diff(times) for times in self.times])),
+            "first_token_ms": percentiles(times.first),
+            "between_tokens_ms": percentiles(times.between),
             "loaded_tokens": self.loaded,
             "failures": self.failures,
             "late": self.late,
@@ -141,11 +141,14 @@ class Server:
     def __init__(self, job: Job, device: jax.Device | None = None):
         self._job = job
         described = random_models.described_model(job.model, OneDevice(device))
-        layout = described.layout(1)
-        self._tables = tables_of(layout, described.usual_block_size)
-        blocks, most = self._blocks(job.requests), job.requests + job.chunks * job.chunk
+        tables, tokens = tables_of(described.layout(1), described.usual_block_size), job.prompt + job.output
+        self._blocks = job.requests * sum(table.most_held(tokens, tokens) for table in tables)
+        """Blocks of all requests, the cache of an engine."""
+        self._offered = (1 + job.requests) * sum(table.up_to(job.prompt) for table in tables)
+        """Blocks of all prompts, the dummy's included."""
+        most = job.requests + job.chunks * job.chunk
         needed = random_models.Needed(
-            blocks, job.requests + job.chunks, most, other_blocks=blocks, host_blocks=self._offered(1 + job.requests)
+            self._blocks, job.requests + job.chunks, most, other_blocks=self._blocks, host_blocks=self._offered
         )
         self._model = random_models.random_model(job.model, described, needed)
         self._dummy, *self._prompts = job.prompts(self._model.config.vocab_size)
@@ -155,23 +158,13 @@ class Server:
         pulled."""
 
     def described(self) -> dict[str, Any]:
-        """Device and model."""
-        about = random_models.described(argparse.Namespace(argv=()), self._model)
-        return {name: about[name] for name in ("device", "versions", "model")}
-
-    def _blocks(self, requests: int) -> int:
-        """Blocks of requests that run at once."""
-        tokens = self._job.prompt + self._job.output
-        return requests * sum(table.most_held(tokens, tokens) for table in self._tables)
-
-    def _offered(self, requests: int) -> int:
-        """The most blocks of prompts that are offered."""
-        return requests * sum(table.up_to(self._job.prompt) for table in self._tables)
+        """Device, versions and model."""
+        return random_models.about(self._model)
 
     def _engine(self, *connectors: offload.Connector) -> Engine:
         engine = Engine(
             self._model,
-            num_blocks=self._blocks(self._job.requests),
+            num_blocks=self._blocks,
             max_requests=self._job.requests,
             max_len=self._job.prompt + self._job.output,
             chunk=self._job.chunk,
@@ -193,7 +186,7 @@ class Server:
 
     def offer_blocks(self, authkey: bytes) -> tuple[str, int]:
         """Offers the blocks of a pool, which is empty; returns the address."""
-        self._pool = offload.HostPool(self._model.layout(1), self._offered(1 + self._job.requests))
+        self._pool = offload.HostPool(self._model.layout(1), self._offered)
         transport = TRANSPORTS[self._job.transport]()
         self._server = offload.BlockServer(self._pool, ("127.0.0.1", 0), authkey=authkey, transport=transport)
         return self._server.address
@@ -251,22 +244,22 @@ class Server:
         keys = [engine.keys(prompt, block_size=engine.block_size) for prompt in prompts]
         first: dict[int, tuple[int, float]] = {}
         """First tokens of requests that wait for their blocks, and since when they wait."""
-        near = set[int]()
-        """Those whose blocks are there."""
         late = 0
 
         def ready() -> dict[int, list[int]]:
             nonlocal late
+            found = dict[int, list[int]]()
             while not self._first.empty():
                 number, token, blocks = self._first.get()
-                first[number] = token, time.monotonic()
-                if blocks is not None:
-                    near.add(number)
+                if blocks is None:
+                    first[number] = token, time.monotonic()
+                else:
                     engine.adopt(blocks)
-            now, found = time.monotonic(), dict[int, list[int]]()
+                    found[number] = [*prompts[number], token]
+            now = time.monotonic()
             for number, (token, since) in list(first.items()):
                 is_late = now - since > LATE_SECONDS
-                if number in near or is_late or all(key in self._remote for key in reversed(keys[number])):
+                if is_late or all(key in self._remote for key in reversed(keys[number])):
                     found[number] = [*prompts[number], token]
                     del first[number]
                     late += is_late

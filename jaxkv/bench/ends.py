@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from itertools import batched
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 import jaxkv
 from jaxkv import offload
+from jaxkv.bench.inputs import with_repeated_blocks
 from jaxkv.offload.host import CHUNK_BYTES
 from jaxkv.offload.remote import POLL_SECONDS
 from jaxkv.offload.transfers import in_powers_of_two, to_numpy
@@ -30,14 +29,8 @@ WRITTEN_AT_ONCE = 64
 
 def filled(layout: jaxkv.CacheLayout, seed: jax.Array | int) -> jaxkv.KVCache:
     """A cache of random small numbers."""
-    shape = PATTERN_BLOCKS, layout.block_nbytes // layout.itemsize
-    pattern = jax.random.randint(jax.random.key(seed), shape, 0, 100).astype(layout.dtype)
-    first = jnp.arange(PATTERN_BLOCKS, dtype=jnp.int32)
-
-    def some(i, cache):  # ids beyond the last block are skipped
-        return jaxkv.write_blocks(cache, i * PATTERN_BLOCKS + first, pattern)
-
-    return lax.fori_loop(0, -(-layout.num_blocks // PATTERN_BLOCKS), some, jaxkv.KVCache.zeros(layout))
+    shape = PATTERN_BLOCKS, layout.pages.block_elements
+    return with_repeated_blocks(layout, jax.random.randint(jax.random.key(seed), shape, 0, 100).astype(layout.dtype))
 
 
 class End:
@@ -134,7 +127,7 @@ class Target(End):
 
     def fetch(self, name: str, tickets: Sequence[tuple[Ticket, int]]) -> float:
         """The seconds of fetching offered pieces to host memory, one after the other."""
-        row = self.layout.block_nbytes // self.layout.itemsize
+        row = self.layout.pages.block_elements
         start = time.perf_counter()
         for ticket, count in tickets:
             fetch = self.transports[name].fetch(ticket, (count, row), np.dtype(self.layout.dtype))
@@ -146,7 +139,7 @@ class Target(End):
 
     def load(self) -> float:
         """The seconds of writing as many blocks from host memory to the cache."""
-        row = self.layout.block_nbytes // self.layout.itemsize
+        row = self.layout.pages.block_elements
         pieces = [np.ones((len(ids), row), self.layout.dtype) for ids in batched(self.blocks, self.per_piece)]
         jax.block_until_ready(self.cache)
         start = time.perf_counter()

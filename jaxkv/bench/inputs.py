@@ -109,6 +109,17 @@ def random_buffer(patterns: tuple[jaxkv.CacheLayout, ...], num_blocks: int) -> j
     return _repeated(_pattern(patterns).reshape(PATTERN_BLOCKS, -1), blocks)
 
 
+def with_repeated_blocks(layout: jaxkv.CacheLayout, rows: jax.Array) -> jaxkv.KVCache:
+    """A cache in any order, whose blocks have these contents in turn: [n, E], as `read_blocks` returns them."""
+    count = len(rows)
+    first = jnp.arange(count, dtype=jnp.int32)
+
+    def some(i, cache):  # ids beyond the last block are skipped
+        return jaxkv.write_blocks(cache, i * count + first, rows)
+
+    return lax.fori_loop(0, -(-layout.num_blocks // count), some, jaxkv.KVCache.zeros(layout))
+
+
 @jax.jit
 def _repeated(rows, index):
     return rows[index].reshape(-1)

@@ -18,7 +18,7 @@ from jax import lax
 
 import jaxkv
 from jaxkv import offload
-from jaxkv.bench.inputs import attention_nbytes
+from jaxkv.bench.inputs import attention_nbytes, with_repeated_blocks
 from jaxkv.offload import transfers
 from jaxkv.terminal.files import when_and_how, write_json
 from jaxkv.terminal.formatting import counted
@@ -117,14 +117,8 @@ def _filled(layout: jaxkv.CacheLayout) -> jaxkv.KVCache:
 
     @jax.jit
     def fill():
-        shape = (PATTERN_BLOCKS, layout.block_nbytes // layout.itemsize)
-        pattern = jax.random.normal(jax.random.key(0), shape, layout.dtype)
-        first = jnp.arange(PATTERN_BLOCKS, dtype=jnp.int32)
-
-        def some(i, cache):  # ids beyond the last block are skipped
-            return jaxkv.write_blocks(cache, i * PATTERN_BLOCKS + first, pattern)
-
-        return lax.fori_loop(0, -(-layout.num_blocks // PATTERN_BLOCKS), some, jaxkv.KVCache.zeros(layout))
+        shape = (PATTERN_BLOCKS, layout.pages.block_elements)
+        return with_repeated_blocks(layout, jax.random.normal(jax.random.key(0), shape, layout.dtype))
 
     # Committed to its device, like the caches that `load` returns, so that programs are not compiled twice.
     return jax.block_until_ready(jax.device_put(fill(), jax.devices()[0]))

@@ -97,8 +97,12 @@ def _on_one_device(model: Model) -> Any:
 
 def described(args: argparse.Namespace, model: Model) -> dict[str, Any]:
     """Date, command, device, versions and model, for a file of measurements."""
+    return {**when_and_how(args.argv), **about(model)}
+
+
+def about(model: Model) -> dict[str, Any]:
+    """Device, versions and model."""
     return {
-        **when_and_how(args.argv),
         "device": jax.devices()[0].device_kind,
         "versions": {"jax": jax.__version__, "jaxlib": jaxlib.__version__, "jaxkv": jaxkv.__version__},
         "model": {

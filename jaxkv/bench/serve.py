@@ -165,17 +165,13 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class Served:
-    """How requests were served.  Times are in seconds since the start."""
+class TokenTimes:
+    """When requests arrived and got their tokens.  Times are in seconds since the start."""
 
     arrivals: np.ndarray
     """[N]."""
     tokens: list[list[float]]
     """The time of each token of each request."""
-    saturated: tuple[float, float]
-    """From when as many requests had ended as may run at once, until none waited any more."""
-    host: HostTime
-    """The time of the engine's steps."""
 
     def throughput(self, start: float, end: float) -> float:
         """Output tokens per second between two times; 0 if the second is not later."""
@@ -193,6 +189,16 @@ class Served:
     def between(self) -> np.ndarray:
         """Seconds between consecutive tokens of a request, of all requests."""
         return np.concatenate([np.diff(times) for times in self.tokens])
+
+
+@dataclass(frozen=True)
+class Served(TokenTimes):
+    """How requests were served."""
+
+    saturated: tuple[float, float]
+    """From when as many requests had ended as may run at once, until none waited any more."""
+    host: HostTime
+    """The time of the engine's steps."""
 
 
 def percentiles(seconds: np.ndarray) -> dict[str, float]:

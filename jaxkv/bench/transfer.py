@@ -195,7 +195,7 @@ def _reads(args: argparse.Namespace, layout: jaxkv.CacheLayout) -> Iterator[Row]
         rows = jaxkv.read_blocks(cache, carry[0], implementation=args.implementation)
         return lax.optimization_barrier((carry[0], rows))  # the next call's ids depend on these rows
 
-    rows = jnp.zeros((args.blocks, layout.block_nbytes // layout.itemsize), layout.dtype)
+    rows = jnp.zeros((args.blocks, layout.pages.block_elements), layout.dtype)
     least = rows.nbytes / 4e12
     chain = Chain(read, (ids, rows), cache, least=least).compile()
     seconds = chain.time((ids, rows), cache, repeats=args.repeats).median
