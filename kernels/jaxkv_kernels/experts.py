@@ -40,6 +40,10 @@ class Groups(NamedTuple):
     count: jax.Array
     """int32 []: how many tiles there are."""
 
+    def tiles(self, align: int) -> tuple[jax.Array, ...]:
+        """Experts, first rows and sizes, int32 [M], in units of `align` rows, and the number of tiles, int32 [1]."""
+        return self.experts, self.starts // align, self.sizes // align, self.count.reshape(1)
+
 
 def groups_shape(choices: int, num_experts: int, *, tile: int, align: int) -> tuple[int, int]:
     """P and M of `expert_groups`."""

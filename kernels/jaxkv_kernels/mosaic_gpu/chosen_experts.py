@@ -10,6 +10,7 @@ Barriers.  Named barriers of the warpgroup, before and after bits are set.
 Budget.  Shared memory: a word per 32 experts.  Registers: scalars only.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -18,9 +19,8 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.interpreter import experts as interpreted
-from jaxkv_kernels.mosaic_gpu.ptx.inline import emit
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
-from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
+from jaxkv_kernels.mosaic_gpu.runtime.launch import body_of_ptx, kernel
 
 WORDS = 32
 """Words of bits: one per lane of a warp."""
@@ -67,22 +67,14 @@ def list_chosen(experts, *, count: int, more: int, size: int) -> tuple[jax.Array
     """
     most, interpret = min(count, experts.size) + more, bool(interpreting.value)
 
-    def body(experts_ref, *refs):
-        if interpret:
-            interpreted.list_chosen(experts_ref, refs[:-1], count, more, size)
-            return
-
-        @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * (len(refs) + 1),))
-        def store(_, refs):
-            _list(refs, experts.size, count, more, size)
-
-        store([experts_ref, *refs])
+    def stand_in(experts_ref, *refs):
+        interpreted.list_chosen(experts_ref, refs, count, more, size)
 
     shape = jax.ShapeDtypeStruct((most,), jnp.int32)
     out_type: Any = [shape, shape, shape, jax.ShapeDtypeStruct((1,), jnp.int32)]
     return tuple(
         kernel(
-            body,
+            body_of_ptx(partial(_code, experts.size, count, more, size), stand_in, interpret=interpret),
             interpret=interpret,
             auto_barriers=False,
             kernel_name="experts_listed",
@@ -96,21 +88,20 @@ def list_chosen(experts, *, count: int, more: int, size: int) -> tuple[jax.Array
     )
 
 
-def _list(refs, choices: int, count: int, more: int, size: int) -> None:
-    """Stores the tiles of the chosen experts; `refs` are the choices, the four results and words in shared memory."""
+def _code(choices: int, count: int, more: int, size: int) -> Iterator[str]:
+    """The PTX.  Its operands: the choices ($0), the four results ($1 to $4), and words in shared memory ($5)."""
     always = ((1 << more) - 1) << count
     words = range(-(-(count + more) // LANES))
-    code = [CLEAR.format(bits=0)]
+    yield CLEAR.format(bits=0)
     for word in words:  # the first warp's words; a lane stores one
         if bits := always >> (LANES * word) & 0xFFFFFFFF:
-            code.append(f"setp.eq.u32 q, thread, {word}; mov.b32 bits, {bits:#x}; @q st.shared.b32 [i], bits;\n")
+            yield f"setp.eq.u32 q, thread, {word}; mov.b32 bits, {bits:#x}; @q st.shared.b32 [i], bits;\n"
     if always:
-        code.append("bar.sync 1, 128;\n")
-    code += (SET.format(start=start, choices=choices, count=count) for start in range(0, choices, WARPGROUP))
-    code.append(COUNT)
+        yield "bar.sync 1, 128;\n"
+    yield from (SET.format(start=start, choices=choices, count=count) for start in range(0, choices, WARPGROUP))
+    yield COUNT
     for lanes in (1, 2, 4, 8, 16):
-        code.append(f"shfl.sync.up.b32 i|p, before, {lanes}, 0, -1; @p add.s32 before, before, i;\n")
-    code.append("shfl.sync.idx.b32 id, before, 31, 31, -1; sub.s32 before, before, total;\n")
-    code.append("setp.eq.u32 q, thread, 0; @q st.global.b32 [$4], id;\n")
-    code += (PLACE.format(word=word, start=LANES * word, size=size) for word in words)
-    emit(code, refs)
+        yield f"shfl.sync.up.b32 i|p, before, {lanes}, 0, -1; @p add.s32 before, before, i;\n"
+    yield "shfl.sync.idx.b32 id, before, 31, 31, -1; sub.s32 before, before, total;\n"
+    yield "setp.eq.u32 q, thread, 0; @q st.global.b32 [$4], id;\n"
+    yield from (PLACE.format(word=word, start=LANES * word, size=size) for word in words)

@@ -26,12 +26,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.experts import groups_shape
+from jaxkv_kernels.experts import expert_groups, groups_shape
 from jaxkv_kernels.mosaic_gpu.chosen_experts import LANES, MOST_EXPERTS
+from jaxkv_kernels.mosaic_gpu.expert_products import ALIGN
 from jaxkv_kernels.mosaic_gpu.interpreter import experts as interpreted
-from jaxkv_kernels.mosaic_gpu.ptx.inline import emit
 from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
-from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel
+from jaxkv_kernels.mosaic_gpu.runtime.launch import body_of_ptx, kernel
 
 WARPGROUPS = 4
 THREADS = 128 * WARPGROUPS
@@ -58,7 +58,7 @@ add.s32 i, thread, {start}; setp.lt.u32 p, i, {choices}; mul.wide.u32 a, i, 4; a
 SUMMED = """
 mul.lo.u32 i, lane, {each}; add.s32 i, i, {place}; setp.lt.and.u32 p, i, {count}, first; shl.b32 i, i, 2;
 add.s32 i, i, $7; mov.b32 n, 0; @p ld.shared.b32 n, [i];
-add.s32 j, n, 7; and.b32 j, j, -8; add.s32 rows, rows, j;
+add.s32 j, n, {group_end}; and.b32 j, j, -{align}; add.s32 rows, rows, j;
 add.s32 j, n, {tile_end}; div.u32 j, j, {tile}; add.s32 tiles, tiles, j;
 """
 ADD_LANES = """
@@ -74,9 +74,9 @@ TILE = """
 setp.lt.u32 p, i, {tiles}; setp.lt.and.u32 p, n, {count}, p; shl.b32 j, n, 2; add.s32 j, j, $7;
 mov.b32 tiles, 0; setp.gt.and.u32 q, n, 0, p; @q ld.shared.b32 tiles, [j + {ends_before}];
 sub.s32 tiles, i, tiles; mul.lo.u32 tiles, tiles, {tile};
-mov.b32 rows, 0; @p ld.shared.b32 rows, [j + {starts}]; add.s32 rows, rows, tiles; shr.u32 rows, rows, 3;
-mov.b32 total, 0; @p ld.shared.b32 total, [j]; add.s32 total, total, 7; and.b32 total, total, -8;
-sub.s32 total, total, tiles; min.u32 total, total, {tile}; shr.u32 total, total, 3;
+mov.b32 rows, 0; @p ld.shared.b32 rows, [j + {starts}]; add.s32 rows, rows, tiles; shr.u32 rows, rows, {shift};
+mov.b32 total, 0; @p ld.shared.b32 total, [j]; add.s32 total, total, {group_end}; and.b32 total, total, -{align};
+sub.s32 total, total, tiles; min.u32 total, total, {tile}; shr.u32 total, total, {shift};
 mul.wide.u32 a, i, 4; add.s64 a, a, $3; @p st.global.b32 [a], n;
 mul.wide.u32 a, i, 4; add.s64 a, a, $4; @p st.global.b32 [a], rows;
 mul.wide.u32 a, i, 4; add.s64 a, a, $5; @p st.global.b32 [a], total;
@@ -98,6 +98,8 @@ def fits(choices: int, count: int) -> bool:
 def group_choices(experts, *, count: int, tile: int) -> tuple[jax.Array, jax.Array, tuple[jax.Array, ...]]:
     """The rows of choices, grouped by expert in groups that begin at multiples of 8 rows, and the tiles of the groups.
 
+    The kernel groups them, or XLA if there are too many (`fits`).
+
     Args:
       experts: int32 [T, K], ids of experts.  Ids outside [0, `count`) have no row.
       count: the number of experts.
@@ -108,24 +110,20 @@ def group_choices(experts, *, count: int, tile: int) -> tuple[jax.Array, jax.Arr
       the tiles as `products` expects them: experts, first rows and sizes, int32 [M], in units of 8 rows, of which the
       first n are defined, and n, int32 [1].
     """
-    num_rows, num_tiles = groups_shape(experts.size, count, tile=tile, align=8)
+    if not fits(experts.size, count):
+        groups = expert_groups(experts, count, tile=tile, align=ALIGN)
+        return groups.rows, groups.tokens, groups.tiles(ALIGN)
+    num_rows, num_tiles = groups_shape(experts.size, count, tile=tile, align=ALIGN)
     interpret = bool(interpreting.value)
 
-    def body(experts_ref, *refs):
-        if interpret:
-            interpreted.group_choices(experts_ref, refs[:-1], experts.shape[1], count, tile)
-            return
-
-        @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * (len(refs) + 1),))
-        def store(_, refs):
-            emit(code(experts.shape, num_rows, num_tiles, count, tile), refs)
-
-        store([experts_ref, *refs])
+    def stand_in(experts_ref, *refs):
+        interpreted.group_choices(experts_ref, refs, experts.shape[1], count, tile, ALIGN)
 
     sizes = experts.size, num_rows, num_tiles, num_tiles, num_tiles, 1
     out_type: Any = [jax.ShapeDtypeStruct((size,), jnp.int32) for size in sizes]
+    ptx = partial(code, experts.shape, num_rows, num_tiles, count, tile)
     rows, tokens, *tiles = kernel(
-        body,
+        body_of_ptx(ptx, stand_in, interpret=interpret),
         interpret=interpret,
         auto_barriers=False,
         kernel_name="experts_grouped",
@@ -148,6 +146,7 @@ def code(shape: tuple[int, int], num_rows: int, num_tiles: int, count: int, tile
     choices, per_token = math.prod(shape), shape[1]
     starts, ends = 4 * count, 8 * count
     ends_before = ends - 4
+    aligned = {"align": ALIGN, "group_end": ALIGN - 1, "shift": ALIGN.bit_length() - 1}
     rounds = list(enumerate(range(0, choices, THREADS)))
     each = -(-count // LANES)
     yield START.format(each=len(rounds))
@@ -157,7 +156,8 @@ def code(shape: tuple[int, int], num_rows: int, num_tiles: int, count: int, tile
     yield from (COUNT.format(n=n, start=start, choices=choices, count=count) for n, start in rounds)
     yield BARRIER
     yield "mov.b32 rows, 0; mov.b32 tiles, 0;\n"
-    summed = [SUMMED.format(each=each, place=place, count=count, tile=tile, tile_end=tile - 1) for place in range(each)]
+    sums = {"each": each, "count": count, "tile": tile, "tile_end": tile - 1, **aligned}
+    summed = [SUMMED.format(place=place, **sums) for place in range(each)]
     yield from summed
     yield "mov.b32 own_rows, rows; mov.b32 own_tiles, tiles;\n"
     yield from (ADD_LANES.format(lanes=lanes) for lanes in (1, 2, 4, 8, 16))
@@ -172,7 +172,7 @@ def code(shape: tuple[int, int], num_rows: int, num_tiles: int, count: int, tile
         yield f"add.s32 i, thread, {start}; mov.b32 n, 0;\n"
         for step in (1 << bit for bit in reversed(range(count.bit_length()))):
             yield BISECT.format(step=step, count=count, ends_before=ends_before)
-        yield TILE.format(tiles=num_tiles, count=count, tile=tile, starts=starts, ends_before=ends_before)
+        yield TILE.format(tiles=num_tiles, count=count, tile=tile, starts=starts, ends_before=ends_before, **aligned)
     for n, start in rounds:
         yield PLACE.format(
             n=n, start=start, choices=choices, count=count, rows=num_rows, starts=starts, per_token=per_token

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.calls import GroupedSwiglu
-from jaxkv_kernels.experts import expert_groups
 from jaxkv_kernels.mosaic_gpu.chosen_experts import MOST_EXPERTS, list_chosen
 from jaxkv_kernels.mosaic_gpu.e4m3_weights import from_positions, in_positions
 from jaxkv_kernels.mosaic_gpu.expert_products import (
@@ -36,7 +35,7 @@ from jaxkv_kernels.mosaic_gpu.expert_products import (
     products,
     token_reasons,
 )
-from jaxkv_kernels.mosaic_gpu.grouped_choices import fits, group_choices
+from jaxkv_kernels.mosaic_gpu.grouped_choices import group_choices
 from jaxkv_kernels.mosaic_gpu.grouped_swiglu_one_token import (
     expert_reasons,
     fits_one_token,
@@ -136,12 +135,8 @@ def _of_groups(x, experts, count: int, more: int, config):
     and the number of rows.  All tokens have also chosen the `more` experts after the first `count`."""
     added = jnp.broadcast_to(jnp.arange(count, count + more, dtype=jnp.int32), (len(x), more))
     experts = jnp.concatenate([jnp.where((experts >= 0) & (experts < count), experts, -1), added], axis=1)
-    if fits(experts.size, count + more):
-        rows, tokens, tiles = group_choices(experts, count=count + more, tile=config.rows)
-        return x[tokens], rows.T, tiles, len(tokens)
-    groups = expert_groups(experts, count + more, tile=config.rows, align=ALIGN)
-    tiles = groups.experts, groups.starts // ALIGN, groups.sizes // ALIGN, groups.count.reshape(1)
-    return x[groups.tokens], groups.rows.T, tiles, len(groups.tokens)
+    rows, tokens, tiles = group_choices(experts, count=count + more, tile=config.rows)
+    return x[tokens], rows.T, tiles, len(tokens)
 
 
 def _of_all(x, experts, count: int, more: int, config):

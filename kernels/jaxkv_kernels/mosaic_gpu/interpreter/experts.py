@@ -32,11 +32,10 @@ def list_chosen(experts_ref, refs, count: int, more: int, size: int) -> None:
         ref[...] = values.astype(jnp.int32)
 
 
-def group_choices(experts_ref, refs, per_token: int, count: int, tile: int) -> None:
+def group_choices(experts_ref, refs, per_token: int, count: int, tile: int, align: int) -> None:
     """Stores the rows of choices, the tokens of rows, and the tiles to the six results `refs`."""
-    groups = expert_groups(experts_ref[...].reshape(-1, per_token), count, tile=tile, align=8)
-    tiles = groups.experts, groups.starts // 8, groups.sizes // 8, groups.count[None]
-    for ref, values in zip(refs, (groups.rows.reshape(-1), groups.tokens, *tiles), strict=True):
+    groups = expert_groups(experts_ref[...].reshape(-1, per_token), count, tile=tile, align=align)
+    for ref, values in zip(refs, (groups.rows.reshape(-1), groups.tokens, *groups.tiles(align)), strict=True):
         ref[...] = values
 
 

@@ -1,10 +1,13 @@
 """How the kernels of this package are built and launched, for the GPU or for Pallas's interpreter."""
 
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.mosaic_gpu.ptx.inline import emit
 
 
 def kernel(
@@ -35,6 +38,31 @@ def kernel(
         ),
         **spec,
     )
+
+
+def body_of_ptx(
+    code: Callable[[], Iterable[str]], stand_in: Callable[..., None], *, interpret: bool
+) -> Callable[..., None]:
+    """The body of a kernel that consists of inline PTX, without scalars, and ends with one reference to shared memory.
+
+    Args:
+      code: makes the PTX, whose operands are pointers to the kernel's references.
+      stand_in: for the interpreter: `stand_in(*refs)` stores the results, without the reference to shared memory.
+      interpret: whether the kernel is interpreted.
+    """
+
+    def body(*refs):
+        if interpret:
+            stand_in(*refs[:-1])
+            return
+
+        @plgpu.inline_mgpu(arg_types=([plgpu.RefType()] * len(refs),))
+        def store(_, refs):
+            emit(code(), refs)
+
+        store(list(refs))
+
+    return body
 
 
 def named[T](fields: type[T], scratch: dict[str, Any]) -> T:
