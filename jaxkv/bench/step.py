@@ -151,7 +151,8 @@ class Steps:
         self._index = jnp.full(requests, tokens, jnp.int32), tables if len(tables) > 1 else first, slots
         # Random ones: equal tokens would all choose the same experts, and the others' weights would not be read.
         self._tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (requests, new_tokens), np.int32))
-        self._run: Any = jax.jit(_step, donate_argnums=(1, 2), compiler_options=model.compiler_options)
+        options = model.compiler_options(prefill=new_tokens > 1)
+        self._run: Any = jax.jit(_step, donate_argnums=(1, 2), compiler_options=options)
 
     def compile(self) -> None:
         """Compiles the step, which may be done in a thread."""

@@ -206,7 +206,11 @@ class Engine(EngineBase):
         needs them), or `Verified` with drafts; and the span of each row."""
         # The cache is donated, so that it is updated in place.
         self.program = program.run_layers if drafts is None else drafts.program
-        self._layers = Program(self.program, donate="cache", compiler_options=model.compiler_options)
+        self._layers = Program(
+            self.program,
+            donate="cache",
+            compiler_options=lambda shape: model.compiler_options(prefill=shape.chunks > 0),
+        )
         self._samplers = [Program(sample, donate="last") for sample in (program.likeliest, program.draw)]
         self._logprobs = jax.jit(program.logprobs)
 

@@ -6,7 +6,7 @@ import logging
 import os
 import pickle
 import tempfile
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -56,33 +56,42 @@ class Program:
     Args:
       function: a function of the module level.
       donate: the name of the argument that is updated in place.
-      compiler_options: options of XLA.
+      compiler_options: options of XLA, given the size; default none.
     """
 
-    def __init__(self, function: Callable, *, donate: str, compiler_options: dict[str, Any] | None = None):
-        self._function = jax.jit(function, donate_argnames=donate, compiler_options=compiler_options)
-        self._about = function.__module__, function.__qualname__, donate, compiler_options
+    def __init__(
+        self, function: Callable, *, donate: str, compiler_options: Callable[[Any], Mapping[str, Any]] | None = None
+    ):
+        self._about = function.__module__, function.__qualname__, donate
+        self._options = compiler_options or (lambda size: {})
+        self._function = cache(
+            lambda options: jax.jit(function, donate_argnames=donate, compiler_options=dict(options))
+        )
         self._compiled: dict[Hashable, Compiled] = {}
 
     def __call__(self, size: Hashable, *arguments):
         """Runs the program that was prepared for this size; without one, compiles the function as `jax.jit` does."""
-        return self._compiled.get(size, self._function)(*arguments)
+        return (self._compiled.get(size) or self._function(self._options_of(size)))(*arguments)
 
     def prepare(self, size: Hashable, *arguments) -> Compilable:
         """Finds or lowers the program for arguments like these, which may be descriptions.
 
         Once it is compiled, calls with `size` run it.
         """
-        file = self._file(arguments)
+        options = self._options_of(size)
+        file = self._file(options, arguments)
         found = None if file is None else _load(file, arguments)
-        return _Prepared(self._compiled, size, found or self._function.lower(*arguments), file)
+        return _Prepared(self._compiled, size, found or self._function(options).lower(*arguments), file)
 
-    def _file(self, arguments: tuple) -> Path | None:
+    def _options_of(self, size: Hashable) -> tuple[tuple[str, Any], ...]:
+        return tuple(sorted(self._options(size).items()))
+
+    def _file(self, options: tuple, arguments: tuple) -> Path | None:
         folder = jax.config.jax_compilation_cache_dir
         if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
             return None
         try:
-            return Path(folder, FOLDER, _digest(self._about, arguments))
+            return Path(folder, FOLDER, _digest((*self._about, options), arguments))
         except (TypeError, pickle.PicklingError):  # static parts without a pickle, such as the device of a replica
             return None
 

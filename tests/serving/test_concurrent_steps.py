@@ -24,24 +24,27 @@ def test_engines_compile_with_the_options_of_the_model(drafts, monkeypatch):
     values = json.loads((FOLDER / "deepseek_v3" / "config.json").read_text())
     config = models.ModelConfig.from_json({**values, "num_nextn_predict_layers": 1})
     model = models.random_model(config, mtp=drafts is not None)
-    monkeypatch.setattr(models.Model, "compiler_options", {"no_such_option": "1"})
+    monkeypatch.setattr(models.Model, "compiler_options", lambda self, *, prefill: {f"no_such_option_{prefill}": "1"})
     served = serving.Engine(model, drafts=drafts, **SIZES)
     served.submit([3, 1, 4], max_tokens=1)
-    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
+    with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option_True"):
         list(served.run())
 
 
-def test_only_gpus_and_models_on_one_device_have_options(monkeypatch):
+def test_options_depend_on_the_device_and_on_the_step(monkeypatch):
     mesh, config = jax.make_mesh((1,), ("x",), devices=jax.devices()[:1]), models.ModelConfig.read(FOLDER / "llama")
     one, divided = (
         jax.eval_shape(partial(models.random_model, config, parallel=parallel))
         for parallel in (None, models.TensorParallel(mesh, "x"))
     )
     monkeypatch.setattr(jax, "default_backend", lambda: "cpu")
-    assert one.compiler_options == {}
+    assert one.compiler_options(prefill=True) == {}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    assert list(one.compiler_options) == ["xla_gpu_command_buffer_scheduling_mode"]
-    assert divided.compiler_options == {}
+    concurrent, unmerged = "xla_gpu_command_buffer_scheduling_mode", "xla_gpu_dot_merger_threshold_mb"
+    assert one.compiler_options().keys() == {concurrent}
+    assert one.compiler_options(prefill=True).keys() == {concurrent, unmerged}
+    assert divided.compiler_options() == {}
+    assert divided.compiler_options(prefill=True).keys() == {unmerged}
 
 
 @partial(jax.jit, donate_argnums=1)
@@ -64,7 +67,7 @@ def test_kernels_side_by_side_have_the_bits_of_a_chain():
     tables = jnp.asarray(np.random.default_rng(0).permutation(REQUESTS * blocks).reshape(REQUESTS, -1), jnp.int32)
     cache, first = model.cache(REQUESTS * blocks), jnp.arange(REQUESTS, dtype=jnp.int32)
     lowered = decode.lower(model, cache, first, jnp.int32(1), tables)
-    chain, concurrent = lowered.compile(), lowered.compile(compiler_options=model.compiler_options)
+    chain, concurrent = lowered.compile(), lowered.compile(compiler_options=model.compiler_options())
 
     def run(program):
         cache, tokens, every = model.cache(REQUESTS * blocks), first, []

@@ -66,7 +66,7 @@ def test_it_is_found_by_all_that_it_depends_on(folder, monkeypatch):
     with jax.default_matmul_precision("float32"):
         run()
     assert files() == 4
-    run(options={"xla_cpu_enable_fast_math": False})
+    run(options=lambda size: {"xla_cpu_enable_fast_math": False})
     assert files() == 5
     monkeypatch.setattr(program_cache, "_sources", lambda: "of another version")
     run()

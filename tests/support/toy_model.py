@@ -34,8 +34,8 @@ class ToyModel:
     implementation: Any = field(default=None, metadata={"static": True})
     parallel: OneDevice = field(default=OneDevice(), metadata={"static": True})
 
-    @property
-    def compiler_options(self):
+    def compiler_options(self, *, prefill=False):
+        del prefill
         return {}
 
     @property
