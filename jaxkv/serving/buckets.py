@@ -31,7 +31,7 @@ class Buckets:
 
     A step without chunks has rows for 1, 2, 4, 8, ... or `max_requests` requests.  With chunks, whose tokens take most
     of the time, there are few: rows for `max_requests` requests or about a sixteenth of that, and for as many chunks as
-    the budget of tokens allows, or for the largest power of two up to that, a quarter of it, a sixteenth, and so on.
+    the budget of tokens allows, or about a half, an eighth, a thirty-second of that, and so on.
 
     Args:
       max_requests: the most rows of requests.
@@ -61,7 +61,7 @@ class Buckets:
         def chunks(requests: int) -> list[int]:
             most = (budget - requests * columns) // chunk
             most = most if max_chunks is None else min(most, max_chunks)
-            return sorted({most, *(2**n for n in range(most.bit_length() - 1, -1, -2))}, reverse=True)
+            return sorted({most, *(2**n for n in range((most // 2).bit_length() - 1, -1, -2))}, reverse=True)
 
         sizes = _sizes(max_requests)
         self.largest = Shape(chunks(max_requests)[0], max_requests), Shape(0, max_requests)

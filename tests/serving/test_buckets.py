@@ -25,7 +25,7 @@ def test_there_are_few_sizes_up_to_the_largest():
     first, *others = buckets.shapes
     assert first == (10, 48)
     assert others[0] == (0, 48)
-    with_chunks = shapes([10, 8, 2], [48]) | shapes([26, 16, 4, 1], [4])
+    with_chunks = shapes([10, 4, 1], [48]) | shapes([26, 8, 2], [4])
     assert {*buckets.shapes} == shapes([0], [1, 2, 4, 8, 16, 32, 48]) | with_chunks
     assert others[1:] == sorted(others[1:], key=lambda shape: shape[::-1])
     for shape in buckets.shapes:
@@ -124,4 +124,4 @@ def test_a_step_runs_the_smallest_program(monkeypatch):
     assert sizes == sorted(sizes, reverse=True)
     assert {1, 2} <= set(sizes)
     serve(served, prompt(5, seed=9))
-    assert rows[len(sizes) + 1].chunks == 1
+    assert rows[len(sizes) + 1].chunks == 2
