@@ -14,7 +14,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.sampling import sample
 from jaxkv.models.speculative import accept, draft
 from jaxkv.serving.request import TOKEN_BYTES, Request
-from jaxkv.serving.step_inputs import InputBatch
+from jaxkv.serving.step_inputs import Bundle, InputBatch
 from jaxkv.serving.table import TableKind
 
 
@@ -202,12 +202,13 @@ class Verified(NamedTuple):
     """int32 [B, K], drafts of the tokens after these, or [B, 0] if the step makes none."""
 
 
-def verify_and_draft(model: Model, cache: KVCache, last, *batches: InputBatch) -> tuple[KVCache, Verified]:
+def verify_and_draft(model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]) -> tuple[KVCache, Verified]:
     """The layers, the choice of the next tokens, and the next drafts, in one program.
 
     The arguments are those of `run_layers`.  The last batch has the tokens to verify, those before it have chunks of
     prompts.
     """
+    batches = inputs.arrays()
     cache, hidden = hidden_states(model, cache, *[batch.new_tokens(last) for batch in batches])
     verified = []
     for batch, x in zip(batches, hidden, strict=True):
@@ -217,8 +218,9 @@ def verify_and_draft(model: Model, cache: KVCache, last, *batches: InputBatch) -
     return cache, jax.tree.map(lambda *rows: jnp.concatenate(rows), *verified)
 
 
-def verify_drafts(model: Model, cache: KVCache, last, *batches: InputBatch) -> tuple[KVCache, Verified]:
+def verify_drafts(model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]) -> tuple[KVCache, Verified]:
     """The layers and the choice of the next tokens, in one program; the arguments are those of `verify_and_draft`."""
+    batches = inputs.arrays()
     cache, hidden = hidden_states(model, cache, *[batch.new_tokens(last) for batch in batches])
     verified = []
     for batch, x in zip(batches, hidden, strict=True):

@@ -37,7 +37,7 @@ from jaxkv.serving.prefix import Prefix, PrefixCacheStats
 from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, stop_tokens, token_ids
 from jaxkv.serving.stats import EngineStats, HostTime
-from jaxkv.serving.step_inputs import GREEDY, NOTHING, Choices, InputBatch, Schedule, Span
+from jaxkv.serving.step_inputs import GREEDY, NOTHING, Bundle, Choices, InputBatch, Schedule, Span
 from jaxkv.serving.step_times import StepTimes
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
@@ -465,7 +465,7 @@ class Engine(EngineBase):
             self.host_time.waited += time.perf_counter() - waits
         if schedule is not None:
             shape = self.buckets.fit(schedule)
-            self.cache, found = self._layers(shape, self.model, self.cache, self.last, *self.batches(schedule, shape))
+            self.cache, found = self._layers(shape, self.model, self.cache, self.last, self.inputs(schedule, shape))
             self.launched(schedule, shape, found)
         self.read(behind=schedule is not None)
         self.host_time.steps += 1
@@ -517,7 +517,7 @@ class Engine(EngineBase):
         """Functions that lower or find the programs of a step.  They do not refer to this engine or to its cache."""
         cache, last = jax.tree.map(described, (self.cache, self.last))
         prepared: list[Callable[[], Compilable]]
-        prepared = [partial(self._layers.prepare, shape, self.model, cache, last, *self.batches(NOTHING, shape))]
+        prepared = [partial(self._layers.prepare, shape, self.model, cache, last, self.inputs(NOTHING, shape))]
         return prepared + self.prepared_after(shape)
 
     def prepared_after(self, shape: Shape) -> list[Callable[[], Compilable]]:
@@ -526,14 +526,16 @@ class Engine(EngineBase):
             return []
         rows, last = sum(shape), described(self.last)
         logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=last.sharding)
-        return [partial(sample.prepare, rows, logits, last, Choices.of({}, rows)) for sample in self._samplers]
+        return [
+            partial(sample.prepare, rows, logits, last, Bundle.of(Choices.of({}, rows))) for sample in self._samplers
+        ]
 
     @restores
     def _run_without_requests(self) -> None:
         ready = self.buckets.ready.copy()
         for shape in [shape for shape in self.buckets.shapes if shape in ready]:  # in one order in all processes
-            batches = self.batches(NOTHING, shape)
-            self.cache, found = self._layers(shape, self.model, self.cache, self.last, *batches)
+            inputs = self.inputs(NOTHING, shape)
+            self.cache, found = self._layers(shape, self.model, self.cache, self.last, inputs)
             self.warm_up_after(found)
 
     def warm_up_after(self, found) -> None:
@@ -570,8 +572,12 @@ class Engine(EngineBase):
         decode = [span for request in self.running for span in parts[request].decode]
         return Schedule(prefill, decode) if prefill or decode else None
 
+    def inputs(self, schedule: Schedule, shape: Shape) -> Bundle[list[InputBatch]]:
+        """The inputs of a step of this shape."""
+        return Bundle.of(self.batches(schedule, shape))
+
     def batches(self, schedule: Schedule, shape: Shape) -> list[InputBatch]:
-        """The inputs of a step of this shape: decode rows, after prefill rows if it has any."""
+        """The batches of a step of this shape: decode rows, after prefill rows if it has any."""
         batches = [self._batch(schedule.decode, shape.requests, self._columns)]
         if shape.chunks:
             batches = [self._batch(schedule.prefill, shape.chunks, self.chunk), *batches]
@@ -612,7 +618,7 @@ class Engine(EngineBase):
 
     def _sample(self, sample, logits, rows: dict[int, Span]) -> jax.Array:
         """Runs a program that chooses the next token of each row, and returns these tokens."""
-        self.last, drawn = sample(len(logits), logits, self.last, Choices.of(rows, len(logits)))
+        self.last, drawn = sample(len(logits), logits, self.last, Bundle.of(Choices.of(rows, len(logits))))
         return drawn
 
     def _part(self, request: Request, most: int) -> Schedule:

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
 from typing import Any, Unpack, override
@@ -18,6 +19,9 @@ WAIT_MS = 10_000
 KEPT = 1000
 """The last messages that are kept.  A follower is never so far behind, because steps wait for all processes."""
 
+TOGETHER = "this process serves a model together with others: if one of them has ended, start all of them again"
+"""What is added to an error in a step."""
+
 _numbers = count()
 """Counts leaders in process 0, and calls of `follow` in the others: equal numbers share messages."""
 
@@ -29,8 +33,9 @@ class Leader(EngineBase):
     then makes a Leader of its engine and uses it like an engine, also in an `AsyncEngine`; the others call
     `follow(engine)`.  Each step runs in all processes, with the same requests.
 
-    As everywhere in JAX, all processes end if one does: the others end with an error after `heartbeat_timeout_seconds`
-    of `jax.distributed.initialize`, and whoever started them starts them again.  An exception in a step ends this
+    As everywhere in JAX, all processes end if one does: the others end with an error, at the latest about
+    `heartbeat_timeout_seconds` of `jax.distributed.initialize` later (100 by default; 20 is enough for processes of one
+    data center), and whoever started them starts them again.  An exception in a step ends this
     engine, and `follow` in the others: one process cannot be restored without the others.
 
     Args:
@@ -105,8 +110,9 @@ class Leader(EngineBase):
     @override
     def _step(self):
         if self._new or self.unfinished:  # else messages would be sent without end
-            self._send(["step"])
-            self.engine._step()
+            with _together():
+                self._send(["step"])
+                self.engine._step()
 
     @override
     def _restore(self):
@@ -137,6 +143,11 @@ def follow(engine: Engine) -> None:
     _check(engine)
     if jax.process_index() == 0:
         raise ValueError("this is process 0: expected another one; make a `Leader` in process 0")
+    with _together():
+        _follow(engine)
+
+
+def _follow(engine: Engine) -> None:
     requests: dict[int, Request] = {}
     for message in _Messages().received():
         events, (what, *details) = json.loads(message)
@@ -162,6 +173,15 @@ def follow(engine: Engine) -> None:
         elif what == "step":
             engine.step()
         requests = {number: request for number, request in requests.items() if request.finish_reason is None}
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        error.add_note(TOGETHER)
+        raise
 
 
 class _Messages:

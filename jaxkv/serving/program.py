@@ -20,24 +20,25 @@ from jaxkv.models import sampling
 from jaxkv.models.decoder import step
 from jaxkv.models.model import Model
 from jaxkv.serving.request import TokenLogprobs
-from jaxkv.serving.step_inputs import Choices, InputBatch
+from jaxkv.serving.step_inputs import Bundle, Choices, InputBatch
 
 MAX_LOGPROBS = 20
 """The most tokens per position whose log probabilities a request can have; the program computes as many."""
 
 
-def run_layers(model: Model, cache: KVCache, last, *batches: InputBatch) -> tuple[KVCache, jax.Array]:
+def run_layers(model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]) -> tuple[KVCache, jax.Array]:
     """The cache and the logits of each row of all batches, given the last tokens of running requests by place."""
-    return step(model, cache, *[batch.new_tokens(last) for batch in batches])
+    return step(model, cache, *[batch.new_tokens(last) for batch in inputs.arrays()])
 
 
-def likeliest(logits, last, choices: Choices) -> tuple[jax.Array, jax.Array]:
+def likeliest(logits, last, bundle: Bundle[Choices]) -> tuple[jax.Array, jax.Array]:
     """The last tokens after the step, and the most likely token of each row, int32; -1 if its logits are NaN."""
-    return _kept(sampling.likeliest(logits), last, choices)
+    return _kept(sampling.likeliest(logits), last, bundle.arrays())
 
 
-def draw(logits, last, choices: Choices) -> tuple[jax.Array, jax.Array]:
+def draw(logits, last, bundle: Bundle[Choices]) -> tuple[jax.Array, jax.Array]:
     """The same with tokens that are drawn at random in rows whose temperature is not 0."""
+    choices = bundle.arrays()
     # The position of the next token is the length so far, so its random numbers do not depend on the step or the row.
     return _kept(sampling.draw(logits, choices.sampling, choices.lengths), last, choices)
 

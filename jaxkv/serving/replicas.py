@@ -22,7 +22,7 @@ from jaxkv.serving.engine import Engine, described
 from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, RequestOptions
 from jaxkv.serving.stats import EngineStats
-from jaxkv.serving.step_inputs import NOTHING, Schedule
+from jaxkv.serving.step_inputs import NOTHING, Bundle, Schedule
 
 
 class Replicas(EngineBase):
@@ -233,11 +233,11 @@ class Lockstep:
     def _inputs(self, schedules: Sequence[Schedule | None], shape: Shape) -> tuple[Any, ...]:
         """The arguments of `_layers` for a step of this shape, of all engines."""
         pairs = zip(self._engines, schedules, strict=True)
-        batches = [engine.batches(schedule or NOTHING, shape) for engine, schedule in pairs]
-        rows = jax.tree.map(lambda *arrays: jax.device_put(np.concatenate(arrays), self._sharding), *batches)
+        inputs = [engine.inputs(schedule or NOTHING, shape) for engine, schedule in pairs]
+        joined = jax.tree.map(lambda *words: jax.device_put(np.concatenate(words), self._sharding), *inputs)
         cache = jax.tree.map(self._joined, *[engine.cache for engine in self._engines])
         last = self._joined(*[engine.last for engine in self._engines])
-        return self._model, cache, last, *rows
+        return self._model, cache, last, joined
 
     def _joined(self, *arrays: jax.Array) -> jax.Array:
         """The concatenation of an array [n] of each device, without a copy."""
@@ -253,11 +253,11 @@ def _parts(array: jax.Array) -> list[jax.Array]:
 def _on_devices(program: Callable) -> Callable[..., tuple[KVCache, Any]]:
     """The program of an engine, on every device."""
 
-    def layers(model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, Any]:
-        def on_each(model: Model, cache: KVCache, last, *rows) -> tuple[KVCache, Any]:
-            return program(replace(model, parallel=model.parallel.inside), cache, last, *rows)
+    def layers(model: Model, cache: KVCache, last, inputs: Bundle) -> tuple[KVCache, Any]:
+        def on_each(model: Model, cache: KVCache, last, inputs: Bundle) -> tuple[KVCache, Any]:
+            return program(replace(model, parallel=model.parallel.inside), cache, last, inputs)
 
-        return model.parallel.run(on_each, model, cache, last, *rows)
+        return model.parallel.run(on_each, model, cache, last, inputs)
 
     layers.__qualname__ = f"{program.__qualname__} on devices"  # by which executables are kept
     return layers

@@ -1,10 +1,14 @@
 """The inputs of a step, as arrays of static shape."""
 
+import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Self
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxkv.models.decoder import NewTokens
 from jaxkv.models.sampling import Sampling, SamplingBatch
@@ -150,6 +154,36 @@ class Drafting(NamedTuple):
     lookahead: Any
     """int32 [B, L], the slots of the positions after the span; -1 where the request needs none."""
     choices: Choices
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Bundle[Arrays]:
+    """Arrays of a step in one, which takes one copy to the device.  Each further copy would take the host longer than
+    most of the other work of a step: of 2.6 ms for one request of DeepSeek-V2-Lite on an H100, five copies take 0.9."""
+
+    words: Any
+    """int32 [N], the bits of all arrays."""
+    structure: Any = field(metadata={"static": True})
+    """Of the arrays, as a pytree."""
+    types: tuple[tuple[tuple[int, ...], np.dtype], ...] = field(metadata={"static": True})
+    """The shape and the dtype, of 32 bits, of each array."""
+
+    @classmethod
+    def of(cls, arrays: Arrays) -> Self:
+        """Bundles a pytree of NumPy arrays of 32 bits."""
+        leaves, structure = jax.tree.flatten(arrays)
+        words = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
+        return cls(words, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
+
+    def arrays(self) -> Arrays:
+        """The arrays, inside a program."""
+        leaves, start = [], 0
+        for shape, dtype in self.types:
+            end = start + math.prod(shape)
+            leaves.append(lax.bitcast_convert_type(self.words[start:end], dtype).reshape(shape))
+            start = end
+        return jax.tree.unflatten(self.structure, leaves)
 
 
 def _slots(block_tables: np.ndarray, positions: np.ndarray, written: np.ndarray, block_size: int) -> np.ndarray:

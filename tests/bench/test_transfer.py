@@ -1,11 +1,7 @@
 """`jaxkv bench transfer`: its rows, and the processes that it starts."""
 
 import json
-import os
 import re
-import socket
-import subprocess
-import sys
 from importlib import import_module
 from pathlib import Path
 
@@ -16,6 +12,7 @@ from jaxkv.bench.peers import Peer
 from jaxkv.bench.timing import Ceilings
 from jaxkv.bench.transfer import Row
 from jaxkv.cli import main
+from support.jobs import job
 from support.many_devices import on_several_devices
 
 ROOT = Path(__file__).parents[2]
@@ -65,20 +62,12 @@ def test_other_contents_are_reported(monkeypatch, capsys):
 
 @pytest.mark.ci
 def test_two_commands_form_a_job(tmp_path):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}"}
-    job = ["--coordinator", address, "--processes", "2", "--json", str(tmp_path / "rows.json"), "--process"]
-    processes = [
-        subprocess.Popen([sys.executable, "-m", "jaxkv", *SMALL, *job, number], env=env, stdout=subprocess.PIPE)
-        for number in "01"
-    ]
-    try:
-        printed = [process.communicate(timeout=300)[0].decode() for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    def command(address, number):
+        options = ["--coordinator", address, "--processes", "2", "--process", str(number)]
+        return ["-m", "jaxkv", *SMALL, *options, "--json", str(tmp_path / "rows.json")]
+
+    with job(command) as processes:
+        printed = [process.communicate(timeout=300)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0]
     assert ["permute_blocks, both ways" in text for text in printed] == [True, False]
     assert [row["ratio"] is not None for row in json.loads((tmp_path / "rows.json").read_text())["rows"]] == [0, 1] * 2

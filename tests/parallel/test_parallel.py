@@ -1,9 +1,5 @@
 """`jaxkv.parallel`: shares against plain Python, wrong calls, two processes."""
 
-import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -18,32 +14,15 @@ import jaxkv
 from jaxkv import parallel
 from jaxkv.parallel import context
 from support.compare import assert_same_bits
+from support.jobs import job
 
 TESTS = Path(__file__).parent
 
 
 @pytest.mark.slow
 def test_two_processes():
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(TESTS.parent)}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "two_processes.py", address, str(number)],
-            cwd=TESTS,
-            env=env,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for number in range(2)
-    ]
-    try:
+    with job(lambda address, number: [str(TESTS / "two_processes.py"), address, str(number)]) as processes:
         outputs = [process.communicate(timeout=300)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
     for process, output in zip(processes, outputs, strict=True):
         assert process.returncode == 0, output
         assert "equal" in output.splitlines(), output

@@ -11,7 +11,7 @@ import pytest
 from jaxkv import KVCache, models
 from jaxkv.serving import program
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.step_inputs import InputBatch
+from jaxkv.serving.step_inputs import Bundle, InputBatch
 from serving.toy_engines import draw_ready
 from support.cases import further, slow
 
@@ -108,6 +108,6 @@ def test_no_program_copies_the_cache(chunks):
     sizes = {"tables": {"": np.full((32, 8), -1, np.int32)}, "block_size": 64}
     batches = [InputBatch.of([], 4, 64, **sizes)] * chunks + [InputBatch.of([], 32, 1, **sizes)]
     layers = jax.jit(program.run_layers, donate_argnames="cache")
-    memory = layers.lower(model(), cache, np.zeros(32, np.int32), *batches).compile().memory_analysis()
+    memory = layers.lower(model(), cache, np.zeros(32, np.int32), Bundle.of(batches)).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= layout.nbytes
     assert memory.temp_size_in_bytes < layout.nbytes / 10

@@ -8,7 +8,9 @@ import pytest
 
 from jaxkv.models.sampling import Sampling
 from jaxkv.serving import Leader, follow, processes
+from serving import serving_process
 from serving.toy_engines import engine, host_pool, right
+from support.jobs import job
 from support.toy_model import prompt
 
 pytestmark = pytest.mark.usefixtures("toy")
@@ -163,3 +165,16 @@ def test_other_processes(process, monkeypatch):
     for function in (Leader, follow):
         with pytest.raises(ValueError, match="there is one process: expected several"):
             function(engine())
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("killed", [0, 1])
+def test_both_processes_end_if_one_is_killed(killed):
+    script = serving_process.__file__
+    with job(lambda address, number: [script, address, str(number)]) as both:
+        leader, other = both[0], both[1 - killed]
+        assert any(serving_process.BEGUN in line for line in leader.stdout)
+        both[killed].kill()
+        output, _ = other.communicate(timeout=30)
+    assert other.returncode != 0
+    assert processes.TOGETHER in output
