@@ -18,6 +18,9 @@ GREEDY = Sampling()
 ON_DEVICE = -1
 """Stands for a token that an earlier step has sampled, and that the host has not read yet."""
 
+ALIGNED = 256 // 4
+"""Words of the alignment that Mosaic GPU requires."""
+
 
 class Span(NamedTuple):
     """Consecutive tokens of a request, which a step processes in one row."""
@@ -173,17 +176,26 @@ class Bundle[Arrays]:
     def of(cls, arrays: Arrays) -> Self:
         """Bundles a pytree of NumPy arrays of 32 bits."""
         leaves, structure = jax.tree.flatten(arrays)
-        words = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in leaves])
+        words = np.zeros(sum(_aligned(leaf.size) for leaf in leaves), np.int32)
+        start = 0
+        for leaf in leaves:
+            words[start : start + leaf.size] = leaf.reshape(-1).view(np.int32)
+            start += _aligned(leaf.size)
         return cls(words, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves))
 
     def arrays(self) -> Arrays:
         """The arrays, inside a program."""
         leaves, start = [], 0
         for shape, dtype in self.types:
-            end = start + math.prod(shape)
-            leaves.append(lax.bitcast_convert_type(self.words[start:end], dtype).reshape(shape))
-            start = end
+            size = math.prod(shape)
+            leaves.append(lax.bitcast_convert_type(self.words[start : start + size], dtype).reshape(shape))
+            start += _aligned(size)
         return jax.tree.unflatten(self.structure, leaves)
+
+
+def _aligned(words: int) -> int:
+    """So many words, rounded up, so that XLA can pass a part of a bundle to a kernel of Mosaic GPU without a copy."""
+    return -(-words // ALIGNED) * ALIGNED
 
 
 def _slots(block_tables: np.ndarray, positions: np.ndarray, written: np.ndarray, block_size: int) -> np.ndarray:
