@@ -140,7 +140,7 @@ def run_kernel[Result](backend: Backend, call: Call[Result]) -> Result:
     kernels = backend.kernels()
 
     def kernel(call: Call[Any]) -> Any:
-        return call.run_on(kernels)
+        return kernels.prepared(call).run_on(kernels)
 
     if not kernels.transformable:
         reason = f"{call.operation} has no gradients on {backend.name}: use `implementation='xla'`"

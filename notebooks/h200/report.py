@@ -415,6 +415,68 @@ def several_gpus() -> str:
     )
 
 
+def engines() -> str:
+    """A Markdown table of the engine's times beside those of vLLM's."""
+    vllm, own, warm = (read(f"{name}.json", "h100") for name in ("engine_vllm", "engine", "engine_warm"))
+    (first,), (their_first,) = own["first_token"], vllm["first_token"]
+    (arrivals,), (their_arrivals,) = warm["arrivals"], vllm["arrivals"]
+    (cold,), (later,), (their_start,) = own["start"], warm["start"], vllm["start"]
+    rates, their_rates = ([row["tokens_per_s"] for row in found["at_once"]] for found in (own, vllm))
+    requests, tokens = own["at_once"][0]["requests"], own["at_once"][0]["tokens"]
+    steps = {row["requests"]: row["ms"] for row in own["step"]}
+
+    def ratio(mine: float, theirs: float) -> str:
+        return f"{mine / theirs:.2f}"
+
+    def started(start: dict) -> str:
+        first, ready = (start["weights_s"] + start[name] for name in ("first_token_s", "ready_s"))
+        return f"{first:.0f} ({ready:.0f})"
+
+    lines = [
+        *(
+            (
+                f"{mine['requests']} decoding, {mine['tokens']} tokens each: ms per token (the step alone)",
+                f"{theirs['ms']:.2f}",
+                f"{mine['ms']:.2f} ({steps[mine['requests']]:.2f})",
+                ratio(mine["ms"], theirs["ms"]),
+            )
+            for mine, theirs in zip(own["decode"], vllm["decode"], strict=True)
+        ),
+        (
+            f"first token of a prompt of {first['prompt']}, of an idle engine: ms",
+            f"{their_first['ms']:.1f}",
+            f"{first['ms']:.1f}",
+            ratio(first["ms"], their_first["ms"]),
+        ),
+        (
+            f"{requests} requests at once, {tokens:,} tokens in all, twice: tokens/s",
+            ", ".join(f"{rate:,.0f}" for rate in their_rates),
+            ", ".join(f"{rate:,.0f}" for rate in rates),
+            ratio(sum(rates), sum(their_rates)),
+        ),
+        *(
+            (
+                f"{arrivals['requests_per_s']:.1f} requests/s at random times: ms {name}, median and 99th percentile",
+                *(f"{row[key]['median']:.1f}, {row[key]['p99']:.1f}" for row in (their_arrivals, arrivals)),
+                ", ".join(ratio(arrivals[key][part], their_arrivals[key][part]) for part in ("median", "p99")),
+            )
+            for name, key in (("between tokens", "between_tokens_ms"), ("to the first token", "first_token_ms"))
+        ),
+        (
+            "start, with the making of random weights: s to the first token (to all programs)",
+            f"{their_start['first_token_s']:.0f}",
+            f"{started(cold)}; with a compilation cache {started(later)}",
+            ratio(cold["weights_s"] + cold["first_token_s"], their_start["first_token_s"]),
+        ),
+    ]
+    title = _paragraph(
+        f"DeepSeek-V2-Lite's size with random weights, on one {own['device']}, {own['date']}; vLLM "
+        f"{vllm['versions']['vllm']} and right after it jaxkv with jax {own['versions']['jax']}: `{own['command']}`."
+    )
+    heading = ["| | vLLM | jaxkv | ratio |", "|---|---|---|---|"]
+    return "\n".join([title, "", *heading, *(f"| {' | '.join(cells)} |" for cells in lines)])
+
+
 def chain() -> str:
     """A Markdown table of the kernels of a layer."""
     return _by_hand("chain")
@@ -470,6 +532,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "concurrent_steps": concurrent_steps,
     "chain": chain,
     "several_gpus": several_gpus,
+    "engines": engines,
     "hot_rows": hot_rows,
     "by_hand": by_hand,
 }

@@ -190,6 +190,7 @@ TABLES = {
     "notebooks/README.md": ("speed", "ceilings", "quantised", "models", "by_hand"),
     "jaxkv/models/README.md": ("steps", "concurrent_steps", "chain", "several_gpus"),
     "jaxkv/offload/README.md": ("hot_rows",),
+    "jaxkv/serving/README.md": ("engines",),
 }
 
 

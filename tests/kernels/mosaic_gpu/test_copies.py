@@ -12,7 +12,9 @@ import jaxkv
 from jaxkv_kernels.mosaic_gpu.kernels import MosaicGPU
 from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, interpreting
 from support import kernels, suites
+from support.available import assume_available
 from support.cases import further, on_layouts, slow
+from support.compare import assert_same_bits
 from support.hopper import large, on_gpus, read_early
 from support.suites.gathers import OF_144_BYTES
 from support.suites.states import PLAIN as PLAIN_STATE
@@ -373,3 +375,39 @@ def test_explain_reports_unsupported_blocks():
             found = jaxkv.explain(jaxkv.read_blocks, cache, shape(3))
         assert found.chosen != "mosaic_gpu"
         assert found.reasons["mosaic_gpu"][0] == reason
+
+
+LATENTS, ROPE, SLOTS = (65, 512), (65, 64), (65,)
+"""Shapes, of which the kernel is given all but the first row."""
+
+
+def written_but_the_first(buffer, latents, rope, slots, layout):
+    cache = jaxkv.KVCache(buffer, layout)
+    parts = latents[1:], rope[1:], slots[1:]
+    return jaxkv.write_mla(cache, *parts, layer=0, implementation="mosaic_gpu").buffer
+
+
+def test_slices_that_mosaic_would_reject_are_copied(monkeypatch):
+    """XLA would pass all three without a copy; they begin at 1,024, 128 and 4 bytes."""
+    assume_available(monkeypatch, "mosaic_gpu")
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=2, block_size=64, entry=MLA)
+    shapes = [(shape, jnp.bfloat16) for shape in ((layout.size,), LATENTS, ROPE)] + [(SLOTS, jnp.int32)]
+    traced = jax.jit(written_but_the_first, static_argnames="layout").trace(
+        *(jax.ShapeDtypeStruct(*shape) for shape in shapes), layout=layout
+    )
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    copied = re.findall(r"optimization_barrier .* : tensor<64x(.*)>", text)
+    assert sorted(copied) == ["64xbf16", "i32"]
+
+
+@on_gpus(BULK_COPIES)
+def test_slices_are_written():
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=2, block_size=64, entry=MLA)
+    rng = np.random.default_rng(0)
+    values = [jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in (LATENTS, ROPE)]
+    slots = jnp.asarray(rng.permutation(128)[:65].astype(np.int32))
+    found = jax.jit(written_but_the_first, static_argnames="layout")(
+        jnp.zeros(layout.size, layout.dtype), *values, slots, layout=layout
+    )
+    right = jaxkv.write_mla(jaxkv.KVCache.zeros(layout), *(x[1:] for x in (*values, slots)), layer=0)
+    assert_same_bits(found, right.buffer)
