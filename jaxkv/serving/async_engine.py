@@ -41,12 +41,17 @@ class AsyncEngine:
         before.
 
     Raises:
-      ValueError: the engine has requests that have not ended.
+      ValueError: the engine has requests that have not ended, or steps together with those of other processes.
     """
 
     def __init__(self, engine: EngineBase):
         if engine.unfinished:
             raise ValueError(f"`engine` has {len(engine.unfinished)} requests that have not ended: expected none")
+        if engine.steps_with_others:
+            raise ValueError(
+                "`engine` steps together with those of other processes: expected one that does not, because a thread "
+                "steps it only while it has requests; call `run` in all processes"
+            )
         self._engine = engine
         self._commands = SimpleQueue[Callable[[], None]]()
         """What the thread does between two steps.  Finalizers may add to it, because its `put` is reentrant."""

@@ -152,9 +152,19 @@ class EngineBase(ABC):
                     for request, index in _wanted([stream.popleft()]):
                         yield request, request.tokens[index]
             self.check_usable()
-            if not self.unfinished:
+            if not self._continues:
                 return
             self._advance()
+
+    @property
+    def steps_with_others(self) -> bool:
+        """Whether every step waits for engines of other processes, so that it is also needed without requests."""
+        return False
+
+    @property
+    def _continues(self) -> bool:
+        """Whether `run` runs another step."""
+        return bool(self.unfinished)
 
     def check_usable(self) -> None:
         """Restores the engine if an earlier call could not; RuntimeError if the engine has ended."""

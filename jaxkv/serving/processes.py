@@ -1,4 +1,7 @@
-"""One model over several processes: `Leader` serves in process 0, and `follow` repeats what it does in the others."""
+"""One model over several processes: `Leader` serves in process 0, and `follow` repeats what it does in the others.
+
+In `Turns`, processes with requests of their own agree on their common steps.
+"""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -22,8 +25,11 @@ KEPT = 1000
 TOGETHER = "this process serves a model together with others: if one of them has ended, start all of them again"
 """What is added to an error in a step."""
 
+LEFT = "left"
+"""What a process says when it takes part in no further turn."""
+
 _numbers = count()
-"""Counts leaders in process 0, and calls of `follow` in the others: equal numbers share messages."""
+"""Counts leaders in process 0 and calls of `follow` in the others, and `Turns` in all: equal numbers share messages."""
 
 
 class Leader(EngineBase):
@@ -184,33 +190,79 @@ def _together() -> Iterator[None]:
         raise
 
 
-class _Messages:
-    """Messages of process 0 to all others, in order, through the key-value store of `jax.distributed`."""
+class _Store:
+    """The key-value store of `jax.distributed`, for the processes of one engine."""
 
     def __init__(self):
         from jax._src import distributed  # JAX has no public name for its store
 
         self._client: Any = distributed.global_state.client
         self._prefix = f"jaxkv/serving/{next(_numbers)}"
-        self._sent = count()
+
+    def set(self, key: str, message: str) -> None:
+        self._client.key_value_set(f"{self._prefix}/{key}", message, allow_overwrite=True)
+
+    def delete(self, key: str) -> None:
+        self._client.key_value_delete(f"{self._prefix}/{key}")
+
+    def wait_for(self, key: str) -> str:
+        """The message; JaxRuntimeError if process 0 ends, which has the store."""
+        while True:
+            try:
+                return self._client.blocking_key_value_get(f"{self._prefix}/{key}", WAIT_MS)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+
+
+class _Messages:
+    """Messages of process 0 to all others, in order."""
+
+    def __init__(self):
+        self._store, self._sent = _Store(), count()
 
     def send(self, message: str) -> None:
         number = next(self._sent)
-        self._client.key_value_set(f"{self._prefix}/{number}", message)
+        self._store.set(str(number), message)
         if number >= KEPT:
-            self._client.key_value_delete(f"{self._prefix}/{number - KEPT}")
+            self._store.delete(str(number - KEPT))
 
     def received(self) -> Iterator[str]:
         for number in count():
-            yield self._received(f"{self._prefix}/{number}")
+            yield self._store.wait_for(str(number))
 
-    def _received(self, key: str) -> str:
-        while True:
-            try:
-                return self._client.blocking_key_value_get(key, WAIT_MS)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):  # process 0 has ended
-                    raise
+
+class Turns:
+    """What all processes say, once per turn: every process takes part in every turn."""
+
+    def __init__(self):
+        self._store, self._number = _Store(), 0
+
+    def take(self, said: Any) -> list[Any]:
+        """What each process says in this turn, in their order; anything that JSON can have.
+
+        Raises:
+          RuntimeError: another process has left.
+          JaxRuntimeError: process 0 has ended.
+        """
+        own, number = jax.process_index(), self._number
+        with _together():
+            self._store.set(f"{number}/{own}", json.dumps(said))
+            heard = [
+                said if process == own else json.loads(self._store.wait_for(f"{number}/{process}"))
+                for process in range(jax.process_count())
+            ]
+            if number:
+                self._store.delete(f"{number - 1}/{own}")  # all are in this turn, and have heard the last one
+        self._number += 1
+        if LEFT in heard:
+            raise RuntimeError(f"process {heard.index(LEFT)} has ended its engine because of an exception: {TOGETHER}")
+        return heard
+
+    def leave(self) -> None:
+        """Makes the next turn of all others fail, or the one after it if they are in a turn that this one has left."""
+        for number in (self._number, self._number + 1):
+            self._store.set(f"{number}/{jax.process_index()}", json.dumps(LEFT))
 
 
 def _ready(engine: Engine) -> list[list[int]]:

@@ -19,6 +19,7 @@ from jaxkv.models.parallel.expert import DataExpertParallel
 from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.buckets import Shape
 from jaxkv.serving.engine import Engine, described
+from jaxkv.serving.processes import Turns
 from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, RequestOptions
 from jaxkv.serving.stats import EngineStats
@@ -32,8 +33,10 @@ class Replicas(EngineBase):
     device.  Devices step at the same time, each driven by a thread.  With several processes, each serves its own
     requests on its own devices.
 
-    If the devices also divide the experts (`DataExpertParallel`), they step together, in one program (`Lockstep`), and
-    one process has them all.
+    If the devices also divide the experts (`DataExpertParallel`), they step together, in one program (`Lockstep`).
+    With several processes, all of them then make the same `Replicas` and call the same methods of these, except those
+    of requests: a call of `step` waits for those of the other processes, `run` steps until no process has a request,
+    and `warm_up` waits for all programs.  An exception in a step ends the engines of all processes.
 
     After an exception of any kind in a step, the next call continues, as it does for one `Engine`.  The others finish
     their step first.  If the devices step together, all engines are restored, and otherwise only that which raised it.
@@ -55,7 +58,7 @@ class Replicas(EngineBase):
         if "connectors" in options:
             raise ValueError("`connectors` are given: expected none, because several engines cannot share them")
         self.engines = [Engine(replica, **options) for replica in _replicas(model)]
-        self._lockstep = None
+        self._lockstep: Lockstep | None = None
         if isinstance(model.parallel, DataExpertParallel):
             self._lockstep = Lockstep(model, model.parallel, self.engines)
         self._threads = ThreadPoolExecutor(len(self.engines))
@@ -104,6 +107,22 @@ class Replicas(EngineBase):
         super().check_usable()
 
     @override
+    def run(self):
+        if self._lockstep is not None:
+            self._lockstep.runs = True
+        return super().run()
+
+    @property
+    @override
+    def steps_with_others(self):
+        return self._lockstep is not None and self._lockstep.has_others
+
+    @property
+    @override
+    def _continues(self):
+        return bool(self.unfinished) or (self._lockstep is not None and self._lockstep.runs)
+
+    @override
     def _step(self):
         if self._lockstep is not None:
             self._lockstep.step()
@@ -113,6 +132,8 @@ class Replicas(EngineBase):
 
     @override
     def _restore(self):
+        if self._lockstep is not None:
+            self._lockstep.leave_others()
         self._join_threads()
         self._threads = ThreadPoolExecutor(len(self.engines))
         for engine in self.engines:
@@ -165,19 +186,31 @@ class Lockstep:
     Args:
       model: from `jaxkv.models.load`, divided by `parallel`.
       parallel: how the model is divided.
-      engines: an engine per device, in their order, of the same sizes.
+      engines: an engine per device of this process, in their order, of the same sizes.
+
+    Attributes:
+      runs: with several processes, whether one of them had a request at the beginning of the last step.
 
     Raises:
-      ValueError: the mesh has devices of other processes, or other axes.
+      ValueError: the mesh has other axes, or engines of several processes have a `max_time_between_tokens`.
     """
 
     def __init__(self, model: Model, parallel: DataExpertParallel, engines: Sequence[Engine]):
         mesh, axis = parallel.mesh, parallel.axis
-        if mesh.size != len(engines) or mesh.size != mesh.shape[axis]:
+        if mesh.size != mesh.shape[axis]:
             raise ValueError(
-                f"`model` is on a mesh of {dict(mesh.shape)}, of which {len(engines)} devices are of this process: "
-                f"expected {axis!r} as the only axis, and no other processes, as the devices step together"
+                f"`model` is on a mesh of {dict(mesh.shape)}: expected {axis!r} as the only axis, as all devices step "
+                "together"
             )
+        self._turns: Turns | None = None
+        if mesh.size != len(engines):
+            if any(engine.step_times is not None for engine in engines):
+                raise ValueError(
+                    "`max_time_between_tokens` is given: expected none with several processes, which measure different "
+                    "times and would run different programs"
+                )
+            self._turns = Turns()
+        self.runs = False
         self._engines = engines
         self._model = model
         self._buckets = engines[0].buckets
@@ -192,8 +225,11 @@ class Lockstep:
         """Launches a step of all engines, and reads the tokens of the previous ones."""
         start, waited = time.perf_counter(), [engine.host_time.waited for engine in self._engines]
         schedules = [engine.schedule() for engine in self._engines]
-        if any(schedules):
-            shape = self._buckets.fit(*filter(None, schedules))
+        every = [schedule for schedule in schedules if schedule is not None]
+        if self._turns is not None:
+            every += self._of_other_processes(self._turns, every)
+        if every:
+            shape = self._buckets.fit(*every)
             found = self._run(schedules, shape)
             for engine, schedule, mine in zip(self._engines, schedules, found, strict=True):
                 if schedule is not None:
@@ -208,11 +244,41 @@ class Lockstep:
             engine.host_time.steps += 1
             engine.host_time.seconds += seconds
 
+    def _of_other_processes(self, turns: Turns, own: Sequence[Schedule]) -> list[Schedule]:
+        """Tells the other processes the sizes of this step, and returns schedules of the sizes of theirs."""
+        sizes = [[len(schedule.prefill), len(schedule.decode)] for schedule in own]
+        unfinished = any(engine.unfinished for engine in self._engines)
+        said = turns.take([sizes, unfinished, len(self._buckets.ready)])
+        if len({ready for *_, ready in said}) > 1:
+            raise RuntimeError(
+                f"the processes have compiled {[ready for *_, ready in said]} programs: expected as many in all; call "
+                "`warm_up` in all of them before the first step, or in none"
+            )
+        self.runs = any(unfinished for _, unfinished, _ in said)
+        return [Schedule([None] * chunks, [None] * rows) for sizes, *_ in said for chunks, rows in sizes]
+
+    @property
+    def has_others(self) -> bool:
+        """Whether other processes step with this one."""
+        return self._turns is not None
+
+    def leave_others(self) -> None:
+        """RuntimeError if other processes step with this one, which they then cannot any more."""
+        if self._turns is not None:
+            self._turns.leave()
+            raise RuntimeError("one of several processes cannot be restored without the others")
+
     def warm_up(self, *, wait: bool = True) -> None:
-        """Compiles the programs, so that later steps do not compile; `wait` as in `Engine.warm_up`."""
+        """Compiles the programs, so that later steps do not compile; `wait` as in `Engine.warm_up`.
+
+        With several processes, `wait` is required, because all must have the same programs.
+        """
+        if self._turns is not None and not wait:
+            raise ValueError("`wait` is False: expected True, because all processes must have the same programs")
         nothing = [None] * len(self._engines)
         self._buckets.compile({shape: self._prepared(shape) for shape in self._buckets.shapes}, wait=wait)
-        for shape in self._buckets.ready.copy():
+        ready = self._buckets.ready.copy()
+        for shape in [shape for shape in self._buckets.shapes if shape in ready]:  # in one order in all processes
             for engine, mine in zip(self._engines, self._run(nothing, shape), strict=True):
                 engine.warm_up_after(mine)
 
@@ -234,7 +300,9 @@ class Lockstep:
         """The arguments of `_layers` for a step of this shape, of all engines."""
         pairs = zip(self._engines, schedules, strict=True)
         inputs = [engine.inputs(schedule or NOTHING, shape) for engine, schedule in pairs]
-        joined = jax.tree.map(lambda *words: jax.device_put(np.concatenate(words), self._sharding), *inputs)
+        joined = jax.tree.map(
+            lambda *words: jax.make_array_from_process_local_data(self._sharding, np.concatenate(words)), *inputs
+        )
         cache = jax.tree.map(self._joined, *[engine.cache for engine in self._engines])
         last = self._joined(*[engine.last for engine in self._engines])
         return self._model, cache, last, joined
@@ -242,7 +310,8 @@ class Lockstep:
     def _joined(self, *arrays: jax.Array) -> jax.Array:
         """The concatenation of an array [n] of each device, without a copy."""
         (size,) = arrays[0].shape
-        return jax.make_array_from_single_device_arrays((len(arrays) * size,), self._sharding, [*arrays])
+        whole = self._sharding.num_devices * size
+        return jax.make_array_from_single_device_arrays((whole,), self._sharding, [*arrays])
 
 
 def _parts(array: jax.Array) -> list[jax.Array]:

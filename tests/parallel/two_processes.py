@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -77,6 +78,7 @@ def main(address, number):
     list(engine.run())
     assert [request.tokens for request in requests] == [prompt + right] * 2
     serve_from_process_0(model, int(number))
+    serve_own_requests(mesh, int(number))
     print("equal")
 
 
@@ -127,6 +129,25 @@ def serve_from_process_0(model, number):
     assert [request.generated for request in requests] == [tokens for _, tokens in pairs]
     assert (len(sampled.generated), ended.finish_reason) == (8, "enough")
     assert engine.pool.num_free == 24
+
+
+def serve_own_requests(mesh, number):
+    """The processes divide the experts, and each has requests of its own: one of them more, or none."""
+    model = models.load(MODEL, dtype="float32", parallel=models.DataExpertParallel(mesh, "x"))
+    replicas = serving.Replicas(model, num_blocks=24, block_size=16, max_requests=2, chunk=16)
+    with np.load(MODEL / "truth.npz") as truth:
+        columns = (truth[name].tolist() for name in ("prompts", "prompt_lens", "tokens"))
+        pairs = [(prompt[:length], tokens[:24]) for prompt, length, tokens in zip(*columns, strict=True)]
+    for own in [pairs[:3], pairs[3:]][number], [[], pairs[:1]][number]:
+        requests = [replicas.submit(prompt, max_tokens=24, stop=()) for prompt, _ in own]
+        list(replicas.run())
+        assert [request.generated for request in requests] == [tokens for _, tokens in own]
+    assert all(engine.pool.num_free == 24 for engine in replicas.engines)
+    if number:
+        replicas.engines[0].schedule = None
+    expected = "'NoneType' object is not callable" if number else "process 1 has ended its engine"
+    with pytest.raises((TypeError, RuntimeError), match=expected):
+        replicas.step()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxkv.models.sampling import Sampling
-from jaxkv.serving import AsyncEngine
+from jaxkv.serving import AsyncEngine, Engine
 from serving.toy_engines import engine, right
 from support.toy_model import prompt
 
@@ -256,6 +256,11 @@ class TestEnd:
         next(toy.run())  # the token of the second has been read
         with AsyncEngine(toy) as served:
             assert list(served.submit(prompt(5), max_tokens=3)) == right(prompt(5), 3)
+
+    def test_an_engine_that_steps_with_other_processes_is_rejected(self, monkeypatch):
+        monkeypatch.setattr(Engine, "steps_with_others", True)
+        with pytest.raises(ValueError, match="`engine` steps together with those of other processes: expected one"):
+            AsyncEngine(engine())
 
     def test_an_engine_with_requests_is_rejected(self):
         toy = engine()
