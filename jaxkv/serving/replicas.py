@@ -109,7 +109,7 @@ class Replicas(EngineBase):
     @override
     def run(self):
         if self._lockstep is not None:
-            self._lockstep.runs = True
+            self._lockstep.runs = self._lockstep.has_others
         return super().run()
 
     @property

@@ -180,7 +180,7 @@ def test_both_processes_end_if_one_is_killed(killed):
         both[killed].kill()
         output, _ = other.communicate(timeout=30)
     assert other.returncode != 0
-    assert processes.TOGETHER in output
+    assert processes.TOGETHER in output or "another task died" in output  # said by JAX, which may end the process first
 
 
 class Store(dict):

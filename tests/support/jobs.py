@@ -38,3 +38,4 @@ def job(command: Callable[[str, int], Sequence[str]]) -> Iterator[list[subproces
     finally:
         for process in processes:
             process.kill()
+            process.communicate()
