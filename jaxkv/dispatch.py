@@ -10,6 +10,7 @@ from typing import Any, Literal
 import jax
 from jax.custom_batching import sequential_vmap
 
+from jaxkv_kernels.alignment import aligned
 from jaxkv_kernels.calls import Call, ExpandedHeads, Kernels
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.mosaic_gpu.runtime import device as hopper
@@ -140,13 +141,14 @@ def run_kernel[Result](backend: Backend, call: Call[Result]) -> Result:
     kernels = backend.kernels()
 
     def kernel(call: Call[Any]) -> Any:
-        return kernels.prepared(call).run_on(kernels)
+        return call.run_on(kernels)
 
     if not kernels.transformable:
         reason = f"{call.operation} has no gradients on {backend.name}: use `implementation='xla'`"
         # Pallas batches kernels by a longer grid, in which some that load by TMA returned wrong results (an H200 with
         # jax 0.11.2).
-        kernel, call = sequential_vmap(kernel), without_gradients(call, reason)
+        kernel = sequential_vmap(lambda call: aligned(call).run_on(kernels))
+        call = without_gradients(call, reason)
     # Kernels are written for JAX's default promotion rules, but the user's program may have stricter ones.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return kernel(call)

@@ -1,6 +1,6 @@
 """One model over several processes: `Leader` serves in process 0, and `follow` repeats what it does in the others.
 
-In `Turns`, processes with requests of their own agree on their common steps.
+With `Exchange`, processes that have requests of their own agree on their common steps.
 """
 
 import json
@@ -26,10 +26,19 @@ TOGETHER = "this process serves a model together with others: if one of them has
 """What is added to an error in a step."""
 
 LEFT = "left"
-"""What a process says when it takes part in no further turn."""
+"""The value of a process that takes part in no further exchange."""
 
 _numbers = count()
-"""Counts leaders in process 0 and calls of `follow` in the others, and `Turns` in all: equal numbers share messages."""
+"""Counts leaders in process 0, calls of `follow` in the others, and `Exchange` in all: equal numbers share messages."""
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        error.add_note(TOGETHER)
+        raise
 
 
 class Leader(EngineBase):
@@ -135,6 +144,7 @@ class Leader(EngineBase):
         self._messages.send(json.dumps(message))
 
 
+@_together()
 def follow(engine: Engine) -> None:
     """Repeats what the `Leader` of process 0 does, until that is closed.
 
@@ -149,11 +159,6 @@ def follow(engine: Engine) -> None:
     _check(engine)
     if jax.process_index() == 0:
         raise ValueError("this is process 0: expected another one; make a `Leader` in process 0")
-    with _together():
-        _follow(engine)
-
-
-def _follow(engine: Engine) -> None:
     requests: dict[int, Request] = {}
     for message in _Messages().received():
         events, (what, *details) = json.loads(message)
@@ -179,15 +184,6 @@ def _follow(engine: Engine) -> None:
         elif what == "step":
             engine.step()
         requests = {number: request for number, request in requests.items() if request.finish_reason is None}
-
-
-@contextmanager
-def _together() -> Iterator[None]:
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        error.add_note(TOGETHER)
-        raise
 
 
 class _Store:
@@ -232,35 +228,35 @@ class _Messages:
             yield self._store.wait_for(str(number))
 
 
-class Turns:
-    """What all processes say, once per turn: every process takes part in every turn."""
+class Exchange:
+    """Exchanges a value of each process with all others, once per step.  Every process takes part in every exchange."""
 
     def __init__(self):
         self._store, self._number = _Store(), 0
 
-    def take(self, said: Any) -> list[Any]:
-        """What each process says in this turn, in their order; anything that JSON can have.
+    @_together()
+    def all_gather(self, value: Any) -> list[Any]:
+        """The values of all processes, in their order; anything that JSON can have.
 
         Raises:
           RuntimeError: another process has left.
           JaxRuntimeError: process 0 has ended.
         """
         own, number = jax.process_index(), self._number
-        with _together():
-            self._store.set(f"{number}/{own}", json.dumps(said))
-            heard = [
-                said if process == own else json.loads(self._store.wait_for(f"{number}/{process}"))
-                for process in range(jax.process_count())
-            ]
-            if number:
-                self._store.delete(f"{number - 1}/{own}")  # all are in this turn, and have heard the last one
+        self._store.set(f"{number}/{own}", json.dumps(value))
+        values = [
+            value if process == own else json.loads(self._store.wait_for(f"{number}/{process}"))
+            for process in range(jax.process_count())
+        ]
+        if number:
+            self._store.delete(f"{number - 1}/{own}")  # all take part in this exchange, and have read the last one
         self._number += 1
-        if LEFT in heard:
-            raise RuntimeError(f"process {heard.index(LEFT)} has ended its engine because of an exception: {TOGETHER}")
-        return heard
+        if LEFT in values:
+            raise RuntimeError(f"process {values.index(LEFT)} has ended its engine because of an exception: {TOGETHER}")
+        return values
 
     def leave(self) -> None:
-        """Makes the next turn of all others fail, or the one after it if they are in a turn that this one has left."""
+        """Makes the next exchange of all others fail, or the one after it if they are in one that this process left."""
         for number in (self._number, self._number + 1):
             self._store.set(f"{number}/{jax.process_index()}", json.dumps(LEFT))
 

@@ -19,7 +19,7 @@ from jaxkv.models.parallel.expert import DataExpertParallel
 from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.buckets import Shape
 from jaxkv.serving.engine import Engine, described
-from jaxkv.serving.processes import Turns
+from jaxkv.serving.processes import Exchange
 from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, RequestOptions
 from jaxkv.serving.stats import EngineStats
@@ -202,14 +202,14 @@ class Lockstep:
                 f"`model` is on a mesh of {dict(mesh.shape)}: expected {axis!r} as the only axis, as all devices step "
                 "together"
             )
-        self._turns: Turns | None = None
+        self._exchange: Exchange | None = None
         if mesh.size != len(engines):
             if any(engine.step_times is not None for engine in engines):
                 raise ValueError(
                     "`max_time_between_tokens` is given: expected none with several processes, which measure different "
                     "times and would run different programs"
                 )
-            self._turns = Turns()
+            self._exchange = Exchange()
         self.runs = False
         self._engines = engines
         self._model = model
@@ -226,8 +226,8 @@ class Lockstep:
         start, waited = time.perf_counter(), [engine.host_time.waited for engine in self._engines]
         schedules = [engine.schedule() for engine in self._engines]
         every = [schedule for schedule in schedules if schedule is not None]
-        if self._turns is not None:
-            every += self._of_other_processes(self._turns, every)
+        if self._exchange is not None:
+            every += self._of_other_processes(self._exchange, every)
         if every:
             shape = self._buckets.fit(*every)
             found = self._run(schedules, shape)
@@ -244,28 +244,28 @@ class Lockstep:
             engine.host_time.steps += 1
             engine.host_time.seconds += seconds
 
-    def _of_other_processes(self, turns: Turns, own: Sequence[Schedule]) -> list[Schedule]:
-        """Tells the other processes the sizes of this step, and returns schedules of the sizes of theirs."""
+    def _of_other_processes(self, exchange: Exchange, own: Sequence[Schedule]) -> list[Schedule]:
+        """Sends the sizes of this step to the other processes, and returns schedules of the sizes of theirs."""
         sizes = [[len(schedule.prefill), len(schedule.decode)] for schedule in own]
         unfinished = any(engine.unfinished for engine in self._engines)
-        said = turns.take([sizes, unfinished, len(self._buckets.ready)])
-        if len({ready for *_, ready in said}) > 1:
+        gathered = exchange.all_gather([sizes, unfinished, len(self._buckets.ready)])
+        if len({ready for *_, ready in gathered}) > 1:
             raise RuntimeError(
-                f"the processes have compiled {[ready for *_, ready in said]} programs: expected as many in all; call "
-                "`warm_up` in all of them before the first step, or in none"
+                f"the processes have compiled {[ready for *_, ready in gathered]} programs: expected as many in all; "
+                "call `warm_up` in all of them before the first step, or in none"
             )
-        self.runs = any(unfinished for _, unfinished, _ in said)
-        return [Schedule([None] * chunks, [None] * rows) for sizes, *_ in said for chunks, rows in sizes]
+        self.runs = any(unfinished for _, unfinished, _ in gathered)
+        return [Schedule([None] * chunks, [None] * rows) for sizes, *_ in gathered for chunks, rows in sizes]
 
     @property
     def has_others(self) -> bool:
         """Whether other processes step with this one."""
-        return self._turns is not None
+        return self._exchange is not None
 
     def leave_others(self) -> None:
         """RuntimeError if other processes step with this one, which they then cannot any more."""
-        if self._turns is not None:
-            self._turns.leave()
+        if self._exchange is not None:
+            self._exchange.leave()
             raise RuntimeError("one of several processes cannot be restored without the others")
 
     def warm_up(self, *, wait: bool = True) -> None:
@@ -273,7 +273,7 @@ class Lockstep:
 
         With several processes, `wait` is required, because all must have the same programs.
         """
-        if self._turns is not None and not wait:
+        if self._exchange is not None and not wait:
             raise ValueError("`wait` is False: expected True, because all processes must have the same programs")
         nothing = [None] * len(self._engines)
         self._buckets.compile({shape: self._prepared(shape) for shape in self._buckets.shapes}, wait=wait)

@@ -13,13 +13,14 @@ from jax import lax
 from jaxkv.models.decoder import NewTokens
 from jaxkv.models.sampling import Sampling, SamplingBatch
 from jaxkv.serving.request import Request
+from jaxkv_kernels.alignment import ALIGNMENT
 
 GREEDY = Sampling()
 ON_DEVICE = -1
 """Stands for a token that an earlier step has sampled, and that the host has not read yet."""
 
-ALIGNED = 256 // 4
-"""Words of the alignment that Mosaic GPU requires."""
+ALIGNED = ALIGNMENT // 4
+"""Words of the alignment that kernels for GPUs require."""
 
 
 class Span(NamedTuple):
@@ -194,7 +195,7 @@ class Bundle[Arrays]:
 
 
 def _aligned(words: int) -> int:
-    """So many words, rounded up, so that XLA can pass a part of a bundle to a kernel of Mosaic GPU without a copy."""
+    """So many words, rounded up, so that XLA can pass a part of a bundle to a kernel without a copy."""
     return -(-words // ALIGNED) * ALIGNED
 
 

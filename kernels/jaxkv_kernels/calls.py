@@ -910,10 +910,6 @@ class Kernels:
     transformable = False
     """Whether the kernels are plain JAX, which `jax.grad` and `jax.vmap` transform."""
 
-    def prepared[AnyCall: Call](self, call: AnyCall) -> AnyCall:
-        """The call with arrays as the kernels need them in memory."""
-        return call
-
     @classmethod
     def support(cls, operation: str) -> Support | None:
         """What the kernel of an operation supports; None if there is no kernel."""

@@ -2,7 +2,6 @@
 
 import json
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +16,7 @@ from jaxkv.cli import BENCHMARKS, COMMANDS, main
 from models.checkpoints.mtp import with_mtp
 from offload.connector_suite import ConnectorSuite
 from support.compare import assert_close
+from support.jobs import free_port
 from support.recorded import model
 
 ROOT = Path(__file__).parents[2]
@@ -74,9 +74,7 @@ def test_an_engine_adopts_the_blocks_of_another(capsys):
 @pytest.mark.ci
 def test_an_engine_pulls_the_blocks_of_another():
     scope = {"model": model("deepseek_v3"), "prompt": [3, 1, 4, 1, 5, 9, 2, 6] * 20, "PASSWORD": b"password"}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     for start in ("# The process that prefills", "# The process that decodes"):
         code = re.sub(r"10\.0\.0\.\d", "127.0.0.1", code_in("jaxkv/offload", start)).replace("7000", port)
         code = code.replace("num_blocks=1024", "num_blocks=8, max_requests=1")  # compiles faster

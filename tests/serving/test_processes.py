@@ -1,8 +1,9 @@
 """`Leader` and `follow`, with an engine for each of two processes in one; `tests/parallel/two_processes.py` has two."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
-from threading import Condition, current_thread
+from threading import current_thread
 
 import jax
 import numpy as np
@@ -10,7 +11,7 @@ import pytest
 
 from jaxkv.models.sampling import Sampling
 from jaxkv.serving import Leader, follow, processes
-from jaxkv.serving.processes import Turns
+from jaxkv.serving.processes import Exchange
 from serving import serving_process
 from serving.toy_engines import engine, host_pool, right
 from support.jobs import job
@@ -180,54 +181,52 @@ def test_both_processes_end_if_one_is_killed(killed):
         both[killed].kill()
         output, _ = other.communicate(timeout=30)
     assert other.returncode != 0
-    assert processes.TOGETHER in output or "another task died" in output  # said by JAX, which may end the process first
+    assert processes.TOGETHER in output or "another task died" in output  # from JAX, which may end the process first
 
 
 class Store(dict):
     """In place of the store of `jax.distributed`, of all processes."""
 
-    changed = Condition()
     set, delete = dict.__setitem__, dict.__delitem__
 
     def wait_for(self, key):
-        with self.changed:
-            while key not in self:
-                self.changed.wait(0.01)
-            return self[key]
+        while key not in self:
+            time.sleep(0.001)
+        return self[key]
 
 
 @pytest.fixture
-def turns(monkeypatch):
-    """The `Turns` of two processes, which are threads that have the processes' names."""
+def exchange(monkeypatch):
+    """The `Exchange` of two processes, which are threads that have the processes' names."""
     store = Store()
     monkeypatch.setattr(processes, "_Store", lambda: store)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: int(current_thread().name[0]))
     with ThreadPoolExecutor(1, "0") as first, ThreadPoolExecutor(1, "1") as second:
-        turns = [pool.submit(Turns).result() for pool in (first, second)]
+        exchanges = [pool.submit(Exchange).result() for pool in (first, second)]
         yield (
             store,
             [
                 lambda method, *args, pool=pool, own=own: pool.submit(getattr(own, method), *args)
-                for pool, own in zip((first, second), turns, strict=True)
+                for pool, own in zip((first, second), exchanges, strict=True)
             ],
         )
 
 
-def test_all_processes_hear_each_other(turns):
-    store, (first, second) = turns
+def test_all_processes_get_the_values_of_all(exchange):
+    store, (first, second) = exchange
     for number in range(5):
-        heard = first("take", [number, "a"]), second("take", [number, "b"])
-        assert [each.result() for each in heard] == [[[number, "a"], [number, "b"]]] * 2
-    assert len(store) <= 4  # of the last turn, and of one more in the process that was first
+        gathered = [each("all_gather", [number, name]) for each, name in ((first, "a"), (second, "b"))]
+        assert [each.result() for each in gathered] == [[[number, "a"], [number, "b"]]] * 2
+    assert len(store) <= 4  # of the last exchange, and of one more in the process that was first
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_a_process_that_leaves_ends_the_others(waits, turns):
-    _, (first, second) = turns
-    heard = first("take", 1), second("take", 2)
-    assert heard[0].result() == [1, 2]
-    heard = first("take", 3) if waits else None
+def test_a_process_that_leaves_ends_the_others(waits, exchange):
+    _, (first, second) = exchange
+    gathered = first("all_gather", 1), second("all_gather", 2)
+    assert [each.result() for each in gathered] == [[1, 2]] * 2
+    waiting = first("all_gather", 3) if waits else None
     second("leave").result()
     with pytest.raises(RuntimeError, match="process 1 has ended its engine because of an exception"):
-        (heard or first("take", 3)).result()
+        (waiting or first("all_gather", 3)).result()

@@ -11,6 +11,13 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
+def free_port() -> int:
+    """A port of this machine that nothing listens on."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        return free.getsockname()[1]
+
+
 @contextmanager
 def job(command: Callable[[str, int], Sequence[str]]) -> Iterator[list[subprocess.Popen[str]]]:
     """Two processes of Python on CPUs, which are killed in the end.
@@ -18,9 +25,7 @@ def job(command: Callable[[str, int], Sequence[str]]) -> Iterator[list[subproces
     Args:
       command: the arguments of each, given the address of the coordinator and the number of the process.
     """
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"localhost:{free.getsockname()[1]}"
+    address = f"localhost:{free_port()}"
     paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
     env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": paths}
     processes = [

@@ -1,13 +1,11 @@
 """Kernels in Pallas Mosaic GPU: attention by wgmma, copies of entries and blocks by bulk copies."""
 
 from collections.abc import Callable, Mapping
-from typing import override
 
 import jax
 
 from jaxkv_kernels import calls
 from jaxkv_kernels.addressing import Buffer
-from jaxkv_kernels.alignment import aligned
 from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
@@ -47,10 +45,6 @@ def _on(capabilities: Mapping[str, str]) -> Callable[[], list[str]]:
 
 class MosaicGPU(Kernels):
     """Kernels for NVIDIA Hopper."""
-
-    @override
-    def prepared(self, call):
-        return aligned(call)
 
     @supports(unavailable_reasons=_on(CLOCK))
     def stamp(self, after: jax.Array) -> jax.Array:

@@ -1,12 +1,9 @@
 """Triton kernels, launched through jax-triton, for NVIDIA GPUs from Ampere (sm_80) on."""
 
-from typing import override
-
 import jax
 
 from jaxkv_kernels import calls
 from jaxkv_kernels.addressing import Buffer
-from jaxkv_kernels.alignment import aligned
 from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
@@ -43,10 +40,6 @@ def _unavailable_reasons() -> list[str]:
 
 class Triton(Kernels):
     """Kernels for NVIDIA GPUs, Ampere and later."""
-
-    @override
-    def prepared(self, call):
-        return aligned(call)
 
     @supports(_MLA, entries.write_unsupported_reasons, _unavailable_reasons)
     def write_mla(self, call: calls.WriteMLA) -> Buffer:
