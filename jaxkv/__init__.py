@@ -21,7 +21,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`;
   `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight.
-- **Slots**: `slots_for`, `ragged_slots`.  A slot is `block * block_size + offset`; negative slots are skipped.
+- **Slots**: `slots_for`, `ragged_slots`, and `ragged_positions`.  A slot is `block * block_size + offset`; negative
+  slots are skipped.
 - **Pages of other libraries**: `block_tables_from_csr` makes block tables from FlashInfer's `paged_kv_indptr` and
   `paged_kv_indices`; `swizzle_scales` permutes the NVFP4 scales of vLLM's pages.
 - **Caches**: `KVCache`, `CacheLayout`, `PackedLayout`, and the kinds of entries `MLAEntry`, `KVEntry`, `IndexerEntry`,
@@ -62,7 +63,7 @@ from jaxkv.ops.products import grouped_swiglu, scaled_linear
 from jaxkv.ops.ragged import mla_ragged_paged_attention, ragged_paged_attention
 from jaxkv.ops.routing import select_experts
 from jaxkv.ops.scales import swizzle_scales
-from jaxkv.ops.slots import ragged_slots, slots_for
+from jaxkv.ops.slots import ragged_positions, ragged_slots, slots_for
 from jaxkv.ops.sparse import ExtraCache, decode_mla_sparse
 from jaxkv.ops.states import read_state, write_state
 from jaxkv.ops.writes import write_entries, write_indexer_k, write_kv, write_mla
@@ -115,6 +116,7 @@ __all__ = [  # noqa: RUF022 (the order of the API reference)
     "TileScaled",
     # Slots
     "slots_for",
+    "ragged_positions",
     "ragged_slots",
     # Pages of other libraries
     "block_tables_from_csr",

@@ -2,12 +2,11 @@
 
 Code that is written for these kernels (`mla_ragged_paged_attention`, `ragged_paged_attention`) runs on GPUs by calling
 the functions of the same names here.  Arguments of the same names have the same meaning as in tpu-inference
-(`kernels/ragged_paged_attention/v3/kernel.py` and `kernel_hd64.py`, `kernels/mla/v2/kernel.py`, read in August 2026).
+(`kernels/ragged_paged_attention/v3/kernel.py` and `kernel_hd64.py`, `kernels/mla/v2/kernel.py`, version 0.32.0).
 These functions differ as follows:
 
 - The cache is a `KVCache`, with a `layer`.
-- Arguments that tune a TPU do not exist, and neither do `mask_value` and `skip_kv_mask`: masked scores have the weight
-  0, and what is in memory beyond a sequence has no influence.
+- The options of `TPUOptions`, such as sizes for a TPU, are accepted and have no effect.
 - `update_kv_cache=False`, for a layer that reads the entries of another one, needs no new keys and values.  The kernels
   expect arrays, which they ignore.
 - New keys, values and latents for caches of format `fp8` may be float8_e4m3fn, divided by their scale before the call,
@@ -17,7 +16,7 @@ These functions differ as follows:
 """
 
 import math
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +42,33 @@ from jaxkv_kernels.formats.bits import FP8, e4m3_values
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 
 
+class TPUOptions(TypedDict, total=False):
+    """Options of tpu-inference's kernels that do not change results here, and are ignored."""
+
+    mask_value: float | None
+    """What masked scores are replaced by there.  Here, masked tokens have the weight 0."""
+    skip_kv_mask: bool
+    """Whether tokens beyond a sequence need no mask there.  Here, they have no influence."""
+    chunk_prefill_size: int | None
+    num_kv_pages_per_block: tuple[int, int, int] | int | None
+    num_queries_per_block: tuple[int, int, int] | int | None
+    d_block_sizes: tuple[int, int, int, int] | None
+    p_block_sizes: tuple[int, int, int, int] | None
+    m_block_sizes: tuple[int, int, int, int] | None
+    vmem_limit_bytes: int | None
+    decode_batch_size: int
+    mixed_q_split: int
+    s_dtype: DTypeLike
+    """The dtype of scores there.  Here, they are float32."""
+    two_step_flash_attention: bool
+    p_same_dtype_as_v: bool
+    transpose_kv_cache: bool
+    """The layout of the cache there.  Here, it is that of the `KVCache`."""
+    debug_mode: bool
+    disable_bounds_checks: bool
+    disable_semaphore_checks: bool
+
+
 def mla_ragged_paged_attention(
     ql_nope: ArrayLike,
     q_pe: ArrayLike,
@@ -64,6 +90,7 @@ def mla_ragged_paged_attention(
     v_scale: float | None = None,
     update_kv_cache: bool = True,
     implementation: Implementations | None = None,
+    **tpu_options: Unpack[TPUOptions],
 ) -> tuple[jax.Array, KVCache[MLAEntry]]:
     """Stores new latents and attends to them and to those before: `write_mla`, then ragged `decode_mla`.
 
@@ -96,6 +123,7 @@ def mla_ragged_paged_attention(
       update_kv_cache: static bool; if False, nothing is stored: the layer, whose index is `layer`, has the entries of
         the new tokens already.
       implementation: None (the best that supports the call), a name, or a sequence of names, for each of the two calls.
+      tpu_options: ignored, whatever their values.
 
     Returns:
       (out, cache): out [T, Hq, R] of ql_nope's dtype (e4m3 converted, as in `decode_kv`) or `out_dtype`, 0 for tokens
@@ -104,7 +132,9 @@ def mla_ragged_paged_attention(
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
+      TypeError: `tpu_options` has an option that the kernels do not have.
     """
+    _check_options("mla_ragged_paged_attention", tpu_options)
     check_cache(cache_kv, MLAEntry, name="cache_kv")
     slots, (tables, lengths, cu_q_lens) = _paged(
         cache_kv, "ql_nope", ql_nope, kv_lens, page_indices, cu_q_lens, distribution
@@ -154,6 +184,7 @@ def ragged_paged_attention(
     use_causal_mask: bool = True,
     update_kv_cache: bool = True,
     implementation: Implementations | None = None,
+    **tpu_options: Unpack[TPUOptions],
 ) -> tuple[jax.Array, KVCache[KVEntry]]:
     """Stores new keys and values and attends to them and to those before: `write_kv`, then ragged `decode_kv`.
 
@@ -185,6 +216,7 @@ def ragged_paged_attention(
       update_kv_cache: static bool; if False, nothing is stored.  Layers without keys and values of their own, as in
         Gemma 3n, read those of another layer in this way: pass that layer's index as `layer`.
       implementation: None (the best that supports the call), a name, or a sequence of names, for each of the two calls.
+      tpu_options: ignored, whatever their values.
 
     Returns:
       (out, cache): out [T, Hq, Dv] of the queries' dtype (e4m3 converted, as in `decode_kv`) or `out_dtype`, 0 for
@@ -193,7 +225,9 @@ def ragged_paged_attention(
 
     Raises:
       ValueError: a shape, dtype, static layer or scale is wrong.
+      TypeError: `tpu_options` has an option that the kernels do not have.
     """
+    _check_options("ragged_paged_attention", tpu_options)
     check_cache(kv_cache, KVEntry, name="kv_cache")
     slots, (tables, lengths, cu_q_lens) = _paged(
         kv_cache, "queries", queries, kv_lens, page_indices, cu_q_lens, distribution
@@ -217,6 +251,13 @@ def ragged_paged_attention(
         implementation=implementation,
     )  # fmt: skip
     return _as_dtype(out.astype(dtype), out_dtype), kv_cache
+
+
+def _check_options(function: str, options: TPUOptions) -> None:
+    """TypeError, as from Python, if an option has an unknown name."""
+    for name in options:
+        if name not in TPUOptions.__annotations__:
+            raise TypeError(f"{function}() got an unexpected keyword argument {name!r}")
 
 
 def _as_dtype(out: jax.Array, dtype) -> jax.Array:

@@ -77,3 +77,30 @@ def ragged_slots(
         block_size=positive_int("block_size", block_size),
         seq_starts=int32(seq_starts),
     )
+
+
+def ragged_positions(cu_seq_lens: ArrayLike, *, total: int, seq_starts: ArrayLike | None = None) -> jax.Array:
+    """Returns the positions of the tokens of ragged runs, for rotary embeddings for example.
+
+    Args:
+      cu_seq_lens: int32 [B + 1], running sum of the lengths of runs, as in `ragged_slots`.
+      total: static length of the result, as in `ragged_slots`.
+      seq_starts: int32 [B], position of the first token of each run (default 0).
+
+    Returns:
+      int32 [total]: the position of each token in its request, and -1 in rows past the last run.  `ragged_slots` with
+      the same arguments returns their slots.
+
+    Raises:
+      ValueError: a shape or dtype is wrong.
+    """
+    dims = Dims()
+    dims.check_ints("cu_seq_lens", cu_seq_lens, "B+1")
+    if (count := dims["B+1"] - 1) == 0:
+        raise ValueError("`cu_seq_lens` has 1 element: expected [B + 1], with B at least 1")
+    if seq_starts is not None:
+        Dims(B=(count, "one less than the elements of `cu_seq_lens`")).check_ints("seq_starts", seq_starts, "B")
+    _, positions = addressing.ragged_positions(
+        running_sum(cu_seq_lens), total=positive_int("total", total), seq_starts=int32(seq_starts)
+    )
+    return positions

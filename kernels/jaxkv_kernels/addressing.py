@@ -214,14 +214,23 @@ def ragged_slots(
 
     `cu_seq_lens` [B + 1] must not fall.
     """
+    request, position = ragged_positions(cu_seq_lens, total=total, seq_starts=seq_starts)
+    return _lookup(block_tables, request, position, block_size)
+
+
+@partial(jax.jit, static_argnames="total")
+def ragged_positions(
+    cu_seq_lens: jax.Array, *, total: int, seq_starts: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """The request and the position [total] of each token of such runs; 0 and -1 past the last run."""
     row = jnp.arange(total, dtype=jnp.int32)
     request = jnp.searchsorted(cu_seq_lens[1:], row, side="right").astype(jnp.int32)
-    live = request < block_tables.shape[0]
+    live = request < cu_seq_lens.shape[0] - 1
     request = jnp.where(live, request, 0)
     position = row - cu_seq_lens[request]
     if seq_starts is not None:
         position = position + seq_starts[request]
-    return _lookup(block_tables, request, jnp.where(live, position, -1), block_size)
+    return request, jnp.where(live, position, -1)
 
 
 def _lookup(block_tables, request, positions, block_size):

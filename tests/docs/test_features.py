@@ -75,22 +75,12 @@ def foreign(**strides):
     return jaxkv.CacheLayout.from_strides(**sizes, entry=entry, strides=steps)
 
 
-def ragged(**options):
-    q, one, zero = jnp.zeros((1, 1, 64), jnp.bfloat16), jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32)
-    sums, distribution = jnp.asarray([0, 1], jnp.int32), jnp.asarray([0, 0, 1], jnp.int32)
-    return jaxkv.ragged_paged_attention(q, q, q, cache_of(), one, zero, sums, distribution, layer=0, **options)
-
-
 REJECTED = {
     "PagedAttention's keys [B, H, D/x, N, x]": (
         lambda: foreign(content=128),
         r"`strides.content` is 128: expected 1, as the content of an entry is contiguous",
     ),
     "results in float8 or FP4": (lambda: attend(out_dtype="float8_e4m3fn"), "unexpected keyword argument 'out_dtype'"),
-    "tpu-inference's `skip_kv_mask`, `mask_value` and block sizes of kernels": (
-        lambda: ragged(skip_kv_mask=True),
-        "unexpected keyword argument 'skip_kv_mask'",
-    ),
     "kernels of its own for NVIDIA Blackwell": (
         lambda: attend(implementation="mosaic_gpu"),
         "needs compute capability 9.0 .Hopper.; NVIDIA B200 has 10.0",

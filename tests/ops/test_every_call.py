@@ -120,7 +120,7 @@ SUPPORTED = {
     "grouped_swiglu, with all arguments": "TK",  # of which the shared expert is one
 }
 """The axes that may have length 0.  Those of other calls are "T", new tokens, and "n", blocks."""
-RAGGED = {name for name in calls.ARGUMENTS if "ragged" in name and name != "ragged_slots"}
+RAGGED = {name for name in calls.ARGUMENTS if "ragged" in name and name not in ("ragged_slots", "ragged_positions")}
 """Calls whose T query tokens are at least one."""
 FOLDERS = [Path(package.__file__).parent for package in (jaxkv, jaxkv_kernels)]
 

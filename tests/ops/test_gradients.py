@@ -67,6 +67,7 @@ MODES = {
     "scaled_linear, products of e4m3": REFUSED,
     "slots_for": NO_FLOATS,
     "ragged_slots": NO_FLOATS,
+    "ragged_positions": NO_FLOATS,
     "block_tables_from_csr": NO_FLOATS,
     "swizzle_scales": NO_FLOATS,
     "prefill_mla": FORWARD,

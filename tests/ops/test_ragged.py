@@ -106,6 +106,18 @@ def test_layers_that_share_entries_store_none(operation):
     assert_same_bits(out, right.astype(jnp.bfloat16))
 
 
+@pytest.mark.parametrize("operation", [jaxkv.ragged_paged_attention, further(jaxkv.mla_ragged_paged_attention)])
+def test_options_for_tpus_are_ignored(operation):
+    latents = operation is jaxkv.mla_ragged_paged_attention
+    cache, q, new, tables = arguments(LATENTS) if latents else arguments(HEADS, kv_heads=2)
+    options = {"mask_value": -1e30, "skip_kv_mask": True, "num_queries_per_block": 8, "vmem_limit_bytes": 1 << 20}
+    call = partial(operation, *q, *new, cache, *paged(tables), layer=1, sm_scale=0.3)
+    for found, right in zip(call(**options), call(), strict=True):
+        assert_same_bits(*jax.tree.leaves((found, right)))
+    with pytest.raises(TypeError, match=rf"{operation.__name__}\(\) got an unexpected keyword argument 'block_sizes'"):
+        call(block_sizes=8)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

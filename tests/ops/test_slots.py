@@ -164,6 +164,18 @@ def test_ragged_slots_of_anything(tables, lengths, starts, block_size):
     assert np.array_equal(found, loop_ragged(tables, lengths, starts, 30, block_size))
 
 
+def test_ragged_positions_are_those_of_ragged_slots():
+    sums, starts = jnp.asarray([0, 20, 20, 33, 33, 0]), jnp.asarray([7, 5, 0, 3, 2])
+    found = jaxkv.ragged_positions(sums, total=40, seq_starts=starts)
+    assert found.tolist() == [*range(7, 27), *range(13), *[-1] * 7]
+    assert jaxkv.ragged_positions(sums, total=21).tolist() == [*range(20), 0]
+    tables = jnp.arange(10).reshape(5, 2)
+    rows = jnp.repeat(tables, jnp.asarray([20, 0, 13, 0, 7]), axis=0, total_repeat_length=40)
+    slots = jaxkv.slots_for(rows, found[:, None], block_size=16)[:, 0]
+    right = jaxkv.ragged_slots(tables, sums, total=40, block_size=16, seq_starts=starts)
+    assert slots.tolist() == right.tolist()
+
+
 def test_sums_that_fall_count_as_those_before_them():
     """As in batches whose unused requests at the end are padded, with any sums, tables and first positions."""
     tables = jnp.asarray([[4, 1, 8], [0, 5, 2], [INT32.max, -1, 3], [INT32.min, 7, 9]], jnp.int32)

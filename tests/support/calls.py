@@ -359,6 +359,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
         block_tables=d.distinct(6, n.B, n.M), positions=d.ints(-1, 9, n.B, n.T), block_size=4
     ),
     "ragged_slots": _ragged_slots,
+    "ragged_positions": lambda n, d: dict(cu_seq_lens=d.running_sum(n.B, 5), total=6, seq_starts=d.ints(0, 4, n.B)),
     "block_tables_from_csr": _block_tables_from_csr,
     "swizzle_scales": _swizzle_scales,
     "prefill_mla": _prefill_mla,

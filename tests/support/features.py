@@ -179,7 +179,11 @@ FEATURES = {
             ("tests/ops/test_ragged.py::test_layers_that_share_entries_store_none",),
         ),
         Feature("results in float8 or FP4", "results have the dtype of the queries, or bfloat16"),
-        Feature("tpu-inference's `skip_kv_mask`, `mask_value` and block sizes of kernels", "they are of its kernels"),
+        Feature(
+            "the whole signature of tpu-inference's calls",
+            "`ragged_paged_attention`, `mla_ragged_paged_attention`; options for TPUs have no effect",
+            ("tests/ops/test_ragged.py::test_options_for_tpus_are_ignored",),
+        ),
     ),
     "Writes and reads": (
         Feature("rotation of keys in writes", "`cos_sin`", (XLA + "TestWrites::test_keys_of_halves_on_every_layout",)),
