@@ -8,16 +8,16 @@ import asyncio
 import atexit
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from queue import SimpleQueue
 from threading import Event, Lock, Thread
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 from jaxkv.serving.base import EngineBase
-from jaxkv.serving.request import Request, RequestOptions
+from jaxkv.serving.request import Request, RequestOptions, TokenLogprobs
 from jaxkv.serving.stats import EngineStats
 
 
@@ -99,12 +99,14 @@ class AsyncEngine:
         self._put(partial(self._call, function, future))
         return future
 
+    def check_open(self) -> None:
+        """Raises a RuntimeError if this is closed, or a step has raised an exception, which is its cause then."""
+        if not self._open:
+            raise RuntimeError("this AsyncEngine is closed, or its engine has ended: make a new one") from self._error
+
     def _put(self, command: Callable[[], None]) -> None:
         with self._lock:
-            if not self._open:
-                raise RuntimeError(
-                    "this AsyncEngine is closed, or its engine has ended: make a new one"
-                ) from self._error
+            self.check_open()
             self._commands.put(command)
 
     @property
@@ -186,6 +188,16 @@ class AsyncEngine:
             self._cancel(channel, "cancelled")
 
 
+class Output(NamedTuple):
+    """New tokens of a request, all that have come since the last ones were taken."""
+
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    """For each of the tokens, if the request has `num_logprobs`; else empty."""
+    finish_reason: str | None
+    """That of the request if these are its last tokens, of which there may be none; else None."""
+
+
 class Stream:
     """The tokens of one request, as they come: an iterator that blocks, and an asynchronous one.
 
@@ -223,6 +235,20 @@ class Stream:
             if self._channel.wait(changed):
                 changed.wait()
         return token
+
+    async def outputs(self) -> AsyncIterator[Output]:
+        """The tokens with all that belongs to them, several at a time if they come faster than they are consumed.
+
+        For servers: the last output has the `finish_reason`.  Use this instead of iterating over the stream.
+        """
+        start, reason = 0, None
+        while reason is None:
+            tokens = [token] if (token := await anext(self, None)) is not None else []
+            rest, ended = self._channel.take_all()
+            tokens += rest
+            logprobs = self.request.logprobs[start : start + len(tokens)]
+            reason, start = self.request.finish_reason if ended else None, start + len(tokens)
+            yield Output(tokens, logprobs, reason)
 
     def __aiter__(self) -> "Stream":
         return self
@@ -282,6 +308,12 @@ class _Channel:
             name = type(self._error).__name__
             raise RuntimeError(f"this request has not ended, but its engine has, because of {name}") from self._error
         raise end
+
+    def take_all(self) -> tuple[list[int], bool]:
+        """The tokens that have come, and whether they are the last."""
+        with self._lock:
+            tokens, self._tokens = list(self._tokens), deque()
+            return tokens, self._ended and self._error is None
 
     def wait(self, waiter: _Waiter) -> bool:
         """Has a waiter be woken when there is a token, or the end.  False if there already is, so that it is not."""

@@ -22,6 +22,7 @@ from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import Connector, prefix_keys
+from jaxkv.offload.events import BlockEvents
 from jaxkv.offload.keys import salt_parts
 from jaxkv.offload.transfers import check_rows, padded_ids, padded_rows, row_of, to_device
 from jaxkv.ops.blocks import copy_blocks
@@ -435,6 +436,11 @@ class Engine(EngineBase):
     @override
     def unfinished(self):
         return [*self.running, *self.waiting]
+
+    @property
+    def block_events(self) -> list[BlockEvents]:
+        """Which blocks come to the cache and leave it, and likewise those of each host pool among the connectors."""
+        return [self.pool.events, *self.tiers.events]
 
     @property
     @override

@@ -12,6 +12,7 @@ from jaxkv.dispatch import Implementations
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv.offload.connector import Arrival, Connector, Pull
+from jaxkv.offload.events import BlockEvents
 from jaxkv.offload.host import HostPool
 from jaxkv.offload.transfers import SKIPPED, check_rows, in_powers_of_two, row_of
 from jaxkv.ops.rows import devices_of, write_rows
@@ -105,6 +106,11 @@ class Tiers:
     def has_connectors(self) -> bool:
         """Whether there is any connector."""
         return bool(self._connectors)
+
+    @property
+    def events(self) -> list[BlockEvents]:
+        """The events of the host pools among the connectors."""
+        return [connector.events for connector in self._connectors if isinstance(connector, HostPool)]
 
     def warm_up(self, cache: KVCache) -> KVCache:
         """Compiles the programs of connectors."""

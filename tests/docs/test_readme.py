@@ -29,11 +29,24 @@ def code_in(folder, start=""):
     return next(code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if code.startswith(start))
 
 
+def test_the_model_of_the_readme_continues_its_prompts():
+    """Each request gets the tokens that it gets as a prompt with all of its tokens so far, in a cache of its own."""
+    printed = []
+    scope = {"print": printed.append}
+    for code in re.findall(r"```python\n(.*?)```", README, re.DOTALL):
+        exec(code, scope)
+    for request, prompt in enumerate(([5, 8, 13], [2, 3, 5, 7, 11])):
+        tokens, found = list(prompt), [int(new[request]) for new in printed]
+        for _ in range(11):
+            one = (jnp.asarray(x) for x in ([len(tokens)], [4, 1], [0, len(tokens)], [0, 0, 1]))
+            new, _ = scope["step"](scope["weights"], jnp.asarray(tokens), jaxkv.KVCache.zeros(scope["layout"]), *one)
+            tokens.append(int(new[0]))
+        assert tokens[len(prompt) + 1 :] == found
+
+
 def test_the_ten_lines_run():
-    code = re.search(r"## Ten lines\n\n```python\n(.*?)```", README, re.DOTALL)
-    assert code
     scope = {}
-    exec(code[1], scope)
+    exec(code_in("jaxkv/ops", "import jax.numpy"), scope)
     assert scope["out"].shape == (1, 16, 512)
     assert scope["lse"].shape == (1, 16)
 

@@ -294,6 +294,46 @@ def test_random_requests_of_several_threads(served, seed):
         list(threads.map(client, range(4)))
 
 
+def test_outputs_have_all_tokens_that_have_come(paused):
+    served, steps = paused
+    stream = served.submit(prompt(9), max_tokens=6, logprobs=1)
+
+    async def outputs():
+        found = []
+        async for output in stream.outputs():
+            found.append(output)
+            if len(found) == 1:
+                steps.allow()
+                await asyncio.wrap_future(served.call(lambda engine: None))
+                while stream.request.finish_reason is None:
+                    await asyncio.sleep(0.001)
+                await asyncio.wrap_future(served.call(lambda engine: None))
+        return found
+
+    steps.allow(FIRST)
+    first, last = asyncio.run(outputs())
+    assert (first.tokens, first.finish_reason) == (right(prompt(9), 1), None)
+    assert (first.tokens + last.tokens, last.finish_reason) == (right(prompt(9), 6), "length")
+    assert [top[0][0] for _, top in first.logprobs + last.logprobs] == right(prompt(9), 6)
+
+
+def test_outputs_of_a_request_without_tokens(served):
+    async def outputs():
+        stream = served.submit(prompt(9), max_tokens=LONG)
+        stream.cancel(finish_reason="gone")
+        return [output async for output in stream.outputs()]
+
+    *_, last = asyncio.run(outputs())
+    assert last.finish_reason == "gone"
+
+
+def test_an_engine_that_is_open(served):
+    served.check_open()
+    served.close()
+    with pytest.raises(RuntimeError, match="this AsyncEngine is closed"):
+        served.check_open()
+
+
 def test_functions_are_called_between_steps(paused):
     served, steps = paused
     stream = served.submit(prompt(9), max_tokens=6)

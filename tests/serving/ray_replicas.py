@@ -1,0 +1,97 @@
+"""Two replicas on Ray Serve, as a program of its own, because Ray starts processes that end with it.
+
+Prints what was found, as JSON.  `python tests/serving/ray_replicas.py default` uses Ray's own router.
+"""
+
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import ray
+from ray import serve
+
+from jaxkv import models, serving
+from jaxkv.serving import ray_serve
+
+MODEL = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"
+BLOCK, PREFIXES, PREFIX, TIMES, CLIENTS = 8, 20, 64, 12, 16
+
+
+def make_engine():
+    """An engine whose cache has room for half of the prefixes, and for the further tokens of two requests."""
+    num_blocks = PREFIXES * PREFIX // BLOCK // 2 + 6
+    engine = serving.Engine(models.load(MODEL), num_blocks=num_blocks, block_size=BLOCK, max_requests=2, chunk=32)
+    engine.warm_up()
+    return engine
+
+
+async def generated(handle, prompt, **options):
+    """The tokens and the finish reason of a request."""
+    tokens = []
+    async for output in handle.options(stream=True).generate.remote(prompt, **options):
+        tokens += output.tokens
+    return tokens, output.finish_reason
+
+
+async def all_generated(handle, prompts, **options):
+    """The same of many prompts, a few at a time."""
+    few = asyncio.Semaphore(CLIENTS)
+
+    async def one(prompt):
+        async with few:
+            return await generated(handle, prompt, **options)
+
+    return await asyncio.gather(*map(one, prompts))
+
+
+async def all_stats(handle):
+    """The numbers of both replicas, which take no time when nothing runs."""
+    found = {}
+    while len(found) < 2:
+        for stats in await asyncio.gather(*(handle.stats.remote() for _ in range(4))):
+            found[stats.host_time.seconds] = stats
+    return list(found.values())
+
+
+async def main(handle):
+    with np.load(MODEL / "truth.npz") as truth:
+        lengths = truth["prompt_lens"]
+        prompts = [prompt[:length].tolist() for prompt, length in zip(truth["prompts"], lengths, strict=True)]
+        right = truth["tokens"].tolist()
+    found = {"right": right}
+    found["generated"] = await all_generated(handle, prompts, max_tokens=len(right[0]), stop=())
+
+    try:
+        await generated(handle, [])
+    except Exception as error:
+        found["error"] = str(error)
+
+    outputs = handle.options(stream=True).generate.remote(prompts[0], max_tokens=400, stop=())
+    async for _ in outputs:
+        outputs.cancel()
+        break
+    while sum(stats.running for stats in await all_stats(handle)):
+        await asyncio.sleep(0.01)
+
+    before = await all_stats(handle)
+    rng = np.random.default_rng(0)
+    prefixes = rng.integers(3, 97, (PREFIXES, PREFIX)).tolist()
+    chosen = rng.permuted(np.repeat(np.arange(PREFIXES), TIMES)).tolist()
+    shared = [[*prefixes[n], *rng.integers(3, 97, 7).tolist()] for n in chosen]
+    await all_generated(handle, shared, max_tokens=8, stop=())
+    after = await all_stats(handle)
+    found["tokens"] = [stats.prefix.tokens for stats in after]
+    found["found"] = sum(stats.prefix.found for stats in after) - sum(stats.prefix.found for stats in before)
+    found["shared"] = PREFIXES * (TIMES - 1) * PREFIX
+    found["held"] = [stats.num_blocks - stats.free_blocks for stats in after]
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    options = {"request_router_config": serve.config.RequestRouterConfig()} if "default" in sys.argv else {}
+    ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
+    serve.start(proxy_location="Disabled")
+    asyncio.run(main(serve.run(ray_serve.replicas(make_engine, num_replicas=2, **options))))
+    serve.shutdown()
