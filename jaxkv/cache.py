@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax import export
 
 from jaxkv.dlpack import to_array
 from jaxkv.layout.layout import CacheLayout
@@ -101,6 +102,14 @@ class KVCache[E: Entry]:
         if layout.shards != self.layout.shards:
             raise ValueError(f"`layout` has tokens of {layout.shards}; this cache has those of {self.layout.shards}")
         return KVCache(self.buffer, layout)
+
+
+export.register_pytree_node_serialization(
+    KVCache,
+    serialized_name="jaxkv.KVCache",
+    serialize_auxdata=lambda static: static[0].to_json().encode(),
+    deserialize_auxdata=lambda data: (CacheLayout.from_json(data.decode()),),
+)
 
 
 def _check_layout(layout: Any) -> None:

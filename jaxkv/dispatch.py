@@ -90,11 +90,12 @@ def choose(call: Call[Any], implementation: str | Sequence[str] | None) -> Backe
       implementation: None for all of `BACKENDS`, a name, or a sequence of names in order of preference.
 
     Raises:
-      ValueError: `implementation` is none of these, or has an unknown name.
+      ValueError: `implementation` is none of these, or has an unknown name; or an array is divided over explicit axes.
       NotImplementedError: none of them supports the call; the message has the reasons of each.
     """
     if _captures.get():
         raise Captured(call)
+    _check_undivided(call)
     requested = _requested(implementation)
     for backend in requested:
         if backend.runs(call):
@@ -152,6 +153,16 @@ def run_kernel[Result](backend: Backend, call: Call[Result]) -> Result:
     # Kernels are written for JAX's default promotion rules, but the user's program may have stricter ones.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         return kernel(call)
+
+
+def _check_undivided(call: Call[Any]) -> None:
+    """ValueError if the type of an array has a sharding, as under meshes with explicit axes."""
+    for path, array in jax.tree_util.tree_leaves_with_path(call):
+        if any(axes := jax.typeof(array).sharding.spec):
+            raise ValueError(
+                f"{call.operation}: {jax.tree_util.keystr(path, simple=True)} is divided over explicit axes of a mesh, "
+                f"{axes}: operations do not divide their work themselves; call them inside `jax.shard_map`"
+            )
 
 
 def _requested(implementation: str | Sequence[str] | None) -> list[Backend]:

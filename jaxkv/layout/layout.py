@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal, TypeVar, get_args
@@ -15,8 +15,9 @@ from jaxkv.layout.describe import Axis, Description, Run, page_contents, table
 from jaxkv.layout.draw import draw, svg
 from jaxkv.layout.overlap import Plane, overlapping_entries, overlapping_planes
 from jaxkv_kernels.addressing import MAX_SLOTS, Pages, entry_view
-from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.format import Field
+from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.integers import as_int
 
 Order = Literal["LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"]
@@ -26,6 +27,8 @@ ORDERS: tuple[Order, ...] = get_args(Order)
 BUFFER_DTYPES = ("bfloat16", "float16", "float32", "uint8", "int8", "uint16", "int16", "uint32", "int32")
 """Dtypes of a buffer.  Not float8: if a device lacks an operation on it, XLA would convert the whole buffer."""
 
+KINDS: dict[str, Any] = {kind.__name__: kind for kind in (MLAEntry, KVEntry, IndexerEntry, StateEntry)}
+"""The kinds of entries, by name."""
 AXES = {"L": "layer", "B": "block", "H": "head", "N": "token"}
 
 
@@ -554,6 +557,31 @@ class CacheLayout[E: Entry]:
             "strides_bytes": [strides[axis] * self.itemsize for axis in ("layer", "head", "token")],
             "offset_bytes": part.offset * self.itemsize,
         }
+
+    def to_json(self) -> str:
+        """The layout as a JSON text, of which `from_json` makes an equal layout in any process."""
+        own = {field.name: getattr(self, field.name) for field in fields(self)}
+        entry = {"kind": type(self.entry).__name__, **self.entry.arguments}
+        return json.dumps(own | {"entry": entry, "dtype": str(self.dtype)}, default=vars)
+
+    @staticmethod
+    def from_json(text: str) -> "CacheLayout[Any]":
+        """The layout of a text that `to_json` made.
+
+        Raises:
+          ValueError: `text` is another text, such as one with an entry of a format that is not registered here.
+        """
+        try:
+            own = json.loads(text)
+            if set(own) != {field.name for field in fields(CacheLayout)}:
+                raise KeyError(*own)
+            packed, shards, entry = own.pop("packed"), own.pop("shards"), own.pop("entry")
+            entry = KINDS[entry.pop("kind")](**entry)
+            layout = CacheLayout(**own, entry=entry, shards=TokenShards(**shards))
+        except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+            raise ValueError(f"`text` is {text[:200]!r}: expected a text that `CacheLayout.to_json` made") from error
+        object.__setattr__(layout, "packed", packed)
+        return layout
 
     def describe(self) -> Description:
         """The layout in plain numbers, for the table and the memory map."""

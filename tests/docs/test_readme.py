@@ -44,6 +44,12 @@ def test_the_model_of_the_readme_continues_its_prompts():
         assert tokens[len(prompt) + 1 :] == found
 
 
+def test_a_cache_is_sent():
+    scope = {}
+    exec(code_in("jaxkv/layout", "import jax.numpy"), scope)
+    assert scope["cache"].layout == scope["layout"]
+
+
 def test_the_ten_lines_run():
     scope = {}
     exec(code_in("jaxkv/ops", "import jax.numpy"), scope)

@@ -63,6 +63,11 @@ class Entry:
         return cls(format, **FORMATS[format].typical)
 
     @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments that make an equal entry, in a form that JSON can have."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
+
+    @property
     def named_sizes(self) -> dict[str, int]:
         """The lengths of the arrays of values that an entry stores, by name, in order."""
         raise NotImplementedError

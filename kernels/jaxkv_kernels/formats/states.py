@@ -91,6 +91,11 @@ class StateEntry(Entry):
         object.__setattr__(self, "format", States.name)
         object.__setattr__(self, "arrays", _checked(arrays))
 
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Those of `__init__`."""
+        return {"arrays": {name: (shape, dtype) for name, shape, dtype in self.arrays}}
+
     def __repr__(self):
         return f"StateEntry({ {name: (shape, dtype) for name, shape, dtype in self.arrays} })"
 
