@@ -1,4 +1,4 @@
-"""The command line: `jaxkv demo`, `generate`, `verify`, `doctor`, `layout`, `matrix` and `bench`.
+"""The command line: `jaxkv demo`, `generate`, `serve`, `verify`, `doctor`, `layout`, `matrix` and `bench`.
 
 `jaxkv bench` has a subcommand for each kind of measurement.
 """
@@ -12,13 +12,15 @@ from types import ModuleType
 import jax
 
 import jaxkv
-from jaxkv.bench import disaggregated, hot_rows, offload, ops, parallel, serve, step, transfer, ttft
-from jaxkv.cli import demo, doctor, generate, layout, matrix, verify
+from jaxkv.bench import disaggregated, hot_rows, offload, ops, parallel, step, transfer, ttft
+from jaxkv.bench import serve as bench_serve
+from jaxkv.cli import demo, doctor, generate, layout, matrix, serve, verify
 from jaxkv.terminal import streams
 
 COMMANDS = {
     "demo": demo,
     "generate": generate,
+    "serve": serve,
     "verify": verify,
     "doctor": doctor,
     "layout": layout,
@@ -29,7 +31,7 @@ COMMANDS = {
 BENCHMARKS = {
     "ops": ops,
     "step": step,
-    "serve": serve,
+    "serve": bench_serve,
     "ttft": ttft,
     "offload": offload,
     "hot-rows": hot_rows,

@@ -3,9 +3,7 @@
 Continuations are streamed to standard output; the layout, progress and rates go to standard error.
 Nothing is downloaded.
 
-A prompt gets the special tokens that the post-processor of tokenizer.json adds, such as one for the beginning of text.
-As in transformers 5, `add_bos_token` and `add_eos_token` of tokenizer_config.json have no effect, and prompts are
-neither truncated nor padded.
+Prompts get the special tokens that tokenizer.json adds, such as one for the beginning of text.
 """
 
 import argparse
@@ -24,11 +22,11 @@ from jaxkv.terminal.memory import nbytes, require_memory
 from jaxkv.terminal.options import add_entry_format, integer, positive, seed
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
-from jaxkv.terminal.token_text import IdStream, StopStrings, TextStream, reported
+from jaxkv.text.streams import IdStream, StopStrings, TextStream
+from jaxkv.text.tokenizer import FILE, Tokenizer
 
 Stream = IdStream | TextStream
 
-TOKENIZER = "tokenizer.json"
 MOST_ROWS = 32
 """Requests that run at once; further prompts are queued."""
 CHUNK, MOST_CHUNKS = 64, 8
@@ -81,8 +79,8 @@ def run(args: argparse.Namespace) -> int:
     if not args.prompts:
         raise ValueError("no prompt: give --prompt or --ids")
     encode, stream = _tokenizer(Path(args.model))
-    if args.stops and not (Path(args.model) / TOKENIZER).is_file():
-        raise ValueError(f"--stop {args.stops[0]!r}: {args.model} has no {TOKENIZER}, so that there is no text")
+    if args.stops and not (Path(args.model) / FILE).is_file():
+        raise ValueError(f"--stop {args.stops[0]!r}: {args.model} has no {FILE}, so that there is no text")
     if "" in args.stops:
         raise ValueError("--stop '': expected a text that is not empty")
     drafts = _drafts(args)
@@ -178,12 +176,12 @@ def _lines(args: argparse.Namespace, encode: Callable[[str | list[int]], list[in
         raise ValueError(f"--calibrate {args.calibrate} cannot be read: {problem}") from None
     if not lines:
         raise ValueError(f"--calibrate {args.calibrate}: the file has no prompts, one per line")
-    if (Path(args.model) / TOKENIZER).is_file():
+    if (Path(args.model) / FILE).is_file():
         return [encode(line) for line in lines]
     try:
         return [_ids(line) for line in lines]
     except argparse.ArgumentTypeError as error:
-        raise ValueError(f"--calibrate {args.calibrate}: {error}, and {args.model} has no {TOKENIZER}") from None
+        raise ValueError(f"--calibrate {args.calibrate}: {error}, and {args.model} has no {FILE}") from None
 
 
 def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Callable[[Sequence[int]], Stream]]:
@@ -191,8 +189,7 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
 
     Without a tokenizer.json, the stream is one of token ids.
     """
-    file = folder / TOKENIZER
-    if not file.is_file():
+    if not (folder / FILE).is_file():
 
         def only_ids(prompt: str | list[int]) -> list[int]:
             if isinstance(prompt, str):
@@ -200,21 +197,8 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
             return prompt
 
         return only_ids, lambda prompt: IdStream()
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise ImportError("reading tokenizer.json needs tokenizers: pip install 'jaxkv[models]'") from None
-    with reported(f"{file} cannot be read by the installed tokenizers library"):
-        tokenizer = Tokenizer.from_file(str(file))
-        # Stored by whoever encoded batches of texts with it last; `transformers` does not apply them to prompts either.
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-
-    def encode(prompt: str | list[int]) -> list[int]:
-        with reported(f"{file} cannot encode {prompt!r}"):
-            return tokenizer.encode(prompt).ids if isinstance(prompt, str) else prompt
-
-    return encode, partial(TextStream, tokenizer)
+    tokenizer = Tokenizer(folder)
+    return lambda prompt: tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, tokenizer.stream
 
 
 def _pieces(engine: serving.Engine, request: serving.Request, stream: Stream, stops: StopStrings) -> Iterator[str]:

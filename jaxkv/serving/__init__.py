@@ -8,7 +8,7 @@ a `Request` from `submit`, and yield each new token with its request from `run`.
 thread, for requests of any threads and event loops.
 """
 
-from jaxkv.serving.async_engine import AsyncEngine, Stream
+from jaxkv.serving.async_engine import AsyncEngine, Output, Stream
 from jaxkv.serving.drafts import MTP, AcceptanceStats, NGram
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.export import ExportedBlocks
@@ -28,6 +28,7 @@ __all__ = [
     "HostTime",
     "Leader",
     "NGram",
+    "Output",
     "PrefixCacheStats",
     "Replicas",
     "Request",

@@ -285,6 +285,11 @@ class Engine(EngineBase):
             raise ValueError(f"`prompt` {problem}: expected one or more token ids from 0 to {vocabulary - 1}")
         return prompt
 
+    @property
+    def max_len(self) -> int:
+        """The most cached tokens of a request."""
+        return min(self.block_manager.max_len, self._capacity)
+
     @override
     def add(self, request):
         self.check_usable()

@@ -27,6 +27,7 @@ HOSTILE = [
 MODULES = COMMANDS | {f"bench {name}": module for name, module in BENCHMARKS.items()}
 REQUIRED = {
     "generate": ["--model", "/no/such"],
+    "serve": ["/no/such"],
     "bench parallel": ["context"],
     **{f"bench {name}": ["/no/such"] for name in ("step", "ttft", "serve", "transfer", "disaggregated")},
 }

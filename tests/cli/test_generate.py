@@ -19,7 +19,7 @@ from jaxkv.cli import generate as command
 from jaxkv.cli import main
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import Request
-from jaxkv.terminal.token_text import INCOMPLETE, StopStrings, TextStream
+from jaxkv.text.streams import INCOMPLETE, StopStrings, TextStream
 from models.checkpoints.mtp import with_mtp
 
 FOLDER = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"

@@ -1,0 +1,1 @@
+"""A server with OpenAI's HTTP interface: `jaxkv serve`."""

@@ -1,0 +1,91 @@
+"""The answer to one prompt: its tokens become text, as they come, up to a stop string."""
+
+from collections.abc import AsyncIterator
+from typing import Any, NamedTuple
+
+from jaxkv.server.engine_process import Outputs
+from jaxkv.serving.request import TokenLogprobs
+from jaxkv.text.streams import StopStrings, TextStream
+from jaxkv.text.tokenizer import Tokenizer
+
+
+class Piece(NamedTuple):
+    """What came since the last piece."""
+
+    text: str
+    """May be empty, for example while a character is incomplete."""
+    tokens: list[int]
+    logprobs: list[TokenLogprobs]
+    """Of the tokens, if they were asked for; else empty."""
+    finish_reason: str | None
+    """With the last piece."""
+
+
+class Answer:
+    """Iterates over the pieces of an answer.  A consumer that goes away must call `cancel`.
+
+    Args:
+      text: the stream of the text that follows the prompt.
+      stops: the stop strings, before which the text ends.
+
+    Attributes:
+      outputs: of the engine; None before the engine has accepted the prompt.
+    """
+
+    def __init__(self, text: TextStream, stops: list[str]):
+        self.outputs: Outputs | None = None
+        self._text, self._stops = text, StopStrings(stops)
+
+    def cancel(self, reason: str = "cancelled") -> None:
+        """Ends the request, unless it has ended."""
+        if self.outputs is not None:
+            self.outputs.cancel(reason)
+
+    async def __aiter__(self) -> AsyncIterator[Piece]:
+        assert self.outputs is not None
+        async for tokens, logprobs, reason in self.outputs:
+            # The text of a stop token is not part of the answer.
+            seen = tokens[:-1] if reason == "stop" else tokens
+            text = "".join(self._stops.push(self._text.push(token)) for token in seen)
+            if self._stops.found:
+                self.cancel(reason="stop")
+                reason = "stop"
+            elif reason is not None:
+                text += self._stops.push(self._text.end())
+                text += self._stops.end()
+            yield Piece(text, tokens, logprobs, reason)
+
+
+class Logprobs:
+    """Log probabilities in the forms of OpenAI's responses."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def of_chat(self, piece: Piece) -> dict[str, Any]:
+        """Of a chat completion."""
+
+        def one(token: int, logprob: float) -> dict[str, Any]:
+            text = self._tokenizer.token(token)
+            return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+
+        pairs = zip(piece.tokens, piece.logprobs, strict=True)
+        return {
+            "content": [
+                one(token, found.logprob) | {"top_logprobs": [one(*pair) for pair in found.top]}
+                for token, found in pairs
+            ],
+            "refusal": None,
+        }
+
+    def of_completion(self, piece: Piece, offset: int) -> dict[str, Any]:
+        """Of a completion, whose text has `offset` characters before this piece."""
+        tokens = [self._tokenizer.token(token) for token in piece.tokens]
+        offsets = [offset + sum(map(len, tokens[:n])) for n in range(len(tokens))]
+        top = [{self._tokenizer.token(token): value for token, value in found.top} for found in piece.logprobs]
+        return {
+            "tokens": tokens,
+            "token_logprobs": [found.logprob for found in piece.logprobs],
+            "top_logprobs": top,
+            "text_offset": offsets,
+        }

@@ -1,0 +1,150 @@
+"""Runs a server: the engine's process, the HTTP connections, and how both end."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, override
+
+import jax
+import uvicorn
+
+from jaxkv import models
+from jaxkv.server.app import Limits, Server
+from jaxkv.server.engine_process import EngineProcess
+from jaxkv.serving import Engine
+from jaxkv.terminal.memory import device_memory, nbytes, require_memory
+from jaxkv.terminal.progress import progress
+from jaxkv.terminal.streams import notice
+from jaxkv.text.chat import ChatTemplate
+from jaxkv.text.tokenizer import Tokenizer
+
+MEMORY_FRACTION = 0.9
+"""The fraction of a GPU's memory that weights and cache take, if the number of blocks is not given."""
+BLOCKS_ON_CPUS = 256
+CLOSING_SECONDS = 5
+"""How long connections may take to close in the end."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the engine; None stands for its default."""
+
+    max_requests: int
+    max_len: int | None = None
+    max_num_batched_tokens: int | None = None
+    num_blocks: int | None = None
+
+
+def make_engine(folder: Path, sizes: Sizes, options: dict[str, Any]) -> Engine:
+    """An engine that is ready for its first requests, while other programs are still compiled.
+
+    Args:
+      folder: of the checkpoint.
+      sizes: of the engine.
+      options: of `jaxkv.models.load`.
+    """
+    model = models.load(folder, **options, progress=partial(progress, what="loading"))
+    one, two = (nbytes(jax.eval_shape(lambda n=n: model.cache(n))) for n in (1, 2))
+    weights, device, num_blocks = nbytes(model.params), jax.devices()[0], sizes.num_blocks
+    if num_blocks is None:
+        room = MEMORY_FRACTION * device_memory(device) - weights
+        num_blocks = BLOCKS_ON_CPUS if device.platform == "cpu" else max(int(room) // (two - one), 1)
+    require_memory(f"{num_blocks} blocks, beside the weights", weights + one + (num_blocks - 1) * (two - one))
+    engine = Engine(
+        model,
+        num_blocks=num_blocks,
+        max_requests=sizes.max_requests,
+        max_len=sizes.max_len,
+        max_num_batched_tokens=sizes.max_num_batched_tokens,
+    )
+    notice(f"{num_blocks} blocks of {engine.block_size} tokens on {device.device_kind}; compiling")
+    engine.warm_up(wait=False)
+    return engine
+
+
+def run(
+    folder: Path,
+    *,
+    name: str,
+    sizes: Sizes,
+    options: dict[str, Any],
+    host: str,
+    port: int,
+    limits: Limits,
+    drain: float,
+) -> int:
+    """Serves until SIGTERM or SIGINT; returns 0, or 1 if the engine has ended by itself.
+
+    Args:
+      folder: of the checkpoint.
+      name: that clients use for the model.
+      sizes: of the engine.
+      options: of `jaxkv.models.load`.
+      host: the address to listen on.
+      port: the port; 0 for a free one, which is printed.
+      limits: what is accepted.
+      drain: seconds in which requests may end after the signal.
+
+    Raises:
+      ValueError: the tokenizer or the chat template cannot be read.
+      OSError: the address cannot be used.
+    """
+    tokenizer = Tokenizer(folder)
+    chat = ChatTemplate(folder) if ChatTemplate.exists(folder) else None
+    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
+        start = partial(EngineProcess, partial(make_engine, folder, sizes, options))
+        served = partial(Server, name=name, tokenizer=tokenizer, chat=chat, limits=limits)
+        return asyncio.run(_run(start, served, listening, drain))
+
+
+async def _run(
+    start: Callable[[], EngineProcess],
+    served: Callable[[EngineProcess], Server],
+    listening: socket.socket,
+    drain: float,
+) -> int:
+    engine, signalled = start(), asyncio.Event()
+    server = served(engine)
+    # Without its own log of requests, which may hold prompts.
+    config = uvicorn.Config(
+        server.app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSING_SECONDS
+    )
+    http = _HTTP(config, signalled)
+    serving = asyncio.create_task(http.serve(sockets=[listening]))
+    host, port = listening.getsockname()[:2]
+    notice(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}; /health says when the engine is ready")
+    ended, stopped = asyncio.create_task(engine.ended()), asyncio.create_task(signalled.wait())
+    starting = asyncio.create_task(server.start())
+    starting.add_done_callback(lambda task: task.cancelled() or task.exception() or notice("ready"))
+    await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
+    failed = ended.done()
+    if not failed:
+        notice(f"ending: requests that run have {drain:g} s")
+        await server.drain(drain)
+    http.should_exit = True
+    await serving
+    await engine.close()
+    stopped.cancel()
+    starting.cancel()
+    if failed:
+        await starting  # raises why it could not be made
+        notice("jaxkv serve: the engine has ended")
+    return int(failed)
+
+
+class _HTTP(uvicorn.Server):
+    """Passes on the first signal, instead of closing the connections; a second one closes them."""
+
+    def __init__(self, config: uvicorn.Config, signalled: asyncio.Event):
+        super().__init__(config)
+        self._signalled, self._loop = signalled, asyncio.get_running_loop()
+
+    @override
+    def handle_exit(self, sig, frame):
+        if self._signalled.is_set():
+            self.should_exit = self.force_exit = True
+            raise SystemExit(128 + sig)
+        self._loop.call_soon_threadsafe(self._signalled.set)

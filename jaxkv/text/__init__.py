@@ -1,0 +1,1 @@
+"""Text and tokens: tokenizers, chat templates, and the text of tokens as they come."""
