@@ -75,7 +75,9 @@ def whole_entries(
     """
     sizes = {"num_layers": num_layers, "num_blocks": num_blocks, "block_size": block_size, "num_heads": num_heads}
     pad = 16 // entry.dtype.itemsize
-    found = {order: jaxkv.CacheLayout(**sizes, entry=entry, order=order) for order in jaxkv.ORDERS}
+    found: dict[str, jaxkv.CacheLayout] = {}
+    for order in jaxkv.ORDERS:
+        found[order] = jaxkv.CacheLayout(**sizes, entry=entry, order=order)
     found["BLNHC padded"] = jaxkv.CacheLayout(**sizes, entry=entry, order="BLNHC", block_padding=3 * pad)
     found["LBHNC padded"] = jaxkv.CacheLayout(**sizes, entry=entry, order="LBHNC", block_padding=pad)
     groups = {
@@ -115,7 +117,7 @@ def keys_apart(
     Keys, and values, begin at multiples of `alignment` bytes from each other.
     """
     sizes = {"num_layers": num_layers, "num_blocks": num_blocks, "block_size": block_size, "num_heads": num_heads}
-    counts = dict(zip("LBNH", (num_layers, num_blocks, block_size, num_heads), strict=True))
+    counts = {"L": num_layers, "B": num_blocks, "N": block_size, "H": num_heads}
     names = {"L": "layer", "B": "block", "N": "token", "H": "head"}
     item = entry.dtype.itemsize
     outer, *inner = APART[name]
