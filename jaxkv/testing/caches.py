@@ -1,13 +1,18 @@
 """Caches full of NaN, and comparison of caches: which layer, block, head, token and field differs."""
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
 from jaxkv.testing.buffers import stored_fields, to_bytes, to_cache
+from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import SHORT_NAMES
+
+# Not a type parameter of the functions: pdoc resolves the names in quoted annotations in this module.
+Kind = TypeVar("Kind", bound=Entry)
 
 SHOWN = 4
 """Entries that a message lists; the others are only counted."""
@@ -15,7 +20,7 @@ CHUNK = 2**26
 """Bytes of large buffers that are compared at once."""
 
 
-def poisoned(layout: jaxkv.CacheLayout) -> jaxkv.KVCache:
+def poisoned(layout: "jaxkv.CacheLayout[Kind]") -> "jaxkv.KVCache[Kind]":
     """A cache all of whose bytes are 0xff: the values and the scales of every format are NaN, and integers are -1.
 
     Write entries into it, and run an operation that reads them: what the operation reads besides becomes NaN.
