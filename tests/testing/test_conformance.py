@@ -106,7 +106,7 @@ def test_writes_at_offsets_of_32_bits_are_found():
 
     def wrong(cache, kv_c, k_pe, slot_mapping, *, layer, kv_scale):
         buffer, step = to_bytes(cache).copy(), kernels.InInt32().step
-        rows = np.asarray(layout.entry.encode([kv_c, k_pe], (kv_scale, kv_scale))).view(np.uint8)
+        rows = np.asarray(layout.entry.encode([kv_c, k_pe], (jnp.float32(kv_scale),) * 2)).view(np.uint8)
         for row, slot in zip(rows, np.asarray(slot_mapping).tolist(), strict=True):
             if 0 <= slot < layout.num_slots:
                 block, token = divmod(slot, layout.block_size)
