@@ -45,7 +45,7 @@ def explain_read(memory: Memory, result: Callable[[np.ndarray], bytes]) -> str:
         while others.size > 1:
             first, second = np.array_split(others, 2)
             others = first if reads(first) else second
-        return f"It reads {byte_name(layout, int(others[0]))}, which it must not."
+        return f"It reads {byte_name(layout, int(others[0]))}, which it must not read."
     fields = [(field.name, view) for field, view in stored_fields(layout, np.arange(buffer.size))]
     for block, token, name in reversed(memory.places):
         for field, view in fields:
