@@ -34,6 +34,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 `jaxkv.masks` has masks of attention by position that all implementations support.
 `jaxkv.models` has language models built on these operations, and `jaxkv.serving` the engine that serves them.
 `jaxkv.offload` stores blocks in host memory and on disk.  `jaxkv.parallel` has recipes for several devices.
+`jaxkv.testing` checks kernels of your own on every layout.
 """
 
 from importlib.metadata import version

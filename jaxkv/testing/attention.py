@@ -13,7 +13,7 @@ from jaxkv import masks
 from jaxkv.ops.attention import in_float
 from jaxkv.testing.case import PER_HEAD, PER_TOKEN, SCALES, Case, Index, Shapes
 from jaxkv.testing.indices import FAR, draw_lengths, draw_tables, past_the_limits, reveal
-from jaxkv.testing.layouts import draw_entry_beside, draw_layout, pick
+from jaxkv.testing.random_layouts import draw_entry_beside, draw_layout, pick
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import FORMATS, Format
 

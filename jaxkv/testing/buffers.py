@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from jaxkv_kernels.formats.format import Field
 
 
 def cache_of(layout: jaxkv.CacheLayout, elements: Any) -> jaxkv.KVCache:
@@ -65,6 +66,27 @@ def set_entries(layout: jaxkv.CacheLayout, buffer: np.ndarray, layer: int, entri
     """Stores what `get_entries` returns in a buffer's bytes."""
     for view, places in zip(entry_bytes(layout, buffer), _places(layout), strict=True):
         view[layer] = entries[..., places]
+
+
+def stored_fields(layout: jaxkv.CacheLayout, buffer: np.ndarray) -> list[tuple[Field, np.ndarray]]:
+    """Each field of the entries, with a writable view of it, [layers, blocks, heads, tokens, n].
+
+    `buffer` has an item of any dtype per byte of the cache.  n is the number of bytes of the field.
+    """
+    runs = [(layout.strides, layout.offset * layout.itemsize, layout.entry.fields(layout.block_size))]
+    if layout.value_strides is not None and layout.value_offset is not None:
+        before = 0 if layout.value_size is None else layout.size
+        key, value = layout.entry.planes
+        runs = [(*runs[0][:2], key), (layout.value_strides, (before + layout.value_offset) * layout.itemsize, value)]
+    found = []
+    for strides, offset, fields in runs:
+        for field in (field for field in fields if field.nbytes):
+            steps = [layout.itemsize * step for step in (strides.layer, strides.block, strides.head, strides.token)]
+            steps = [*steps[:3], steps[3] if field.step is None else field.step, 1]
+            shape = layout.num_layers, layout.num_blocks, layout.num_heads, layout.block_size, field.nbytes
+            steps = [buffer.itemsize * step for step in steps]
+            found.append((field, np.lib.stride_tricks.as_strided(buffer[offset + field.offset :], shape, steps)))
+    return found
 
 
 class AddressMap(NamedTuple):

@@ -9,7 +9,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.ops.operation import Operation
-from jaxkv.testing.layouts import draw_entry, draw_layout, pick
+from jaxkv.testing.random_layouts import draw_entry, draw_layout, pick
 
 PER_HEAD, PER_TOKEN = SCALES = "scales per head", "scales per token"
 """Which scales of entries and queries are passed, if they have any: without these, one for all."""

@@ -5,7 +5,7 @@ import numpy as np
 import jaxkv
 from jaxkv.testing.case import SCALES, Case, Index, Shapes
 from jaxkv.testing.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
-from jaxkv.testing.layouts import pick
+from jaxkv.testing.random_layouts import pick
 
 
 class Write(Case):

@@ -18,6 +18,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv.testing.buffers import address_map, get_entries, set_entries, to_bytes, to_cache
+from jaxkv.testing.caches import differences
 
 LENGTHS = (0, 1, 63, 64, 65, 190)
 BLOCKS, BLOCK_SIZE, LAYERS, LAYER = 12, 64, 3, 1
@@ -211,12 +212,9 @@ def _bleed(noise: np.ndarray, cache: jaxkv.KVCache, twin: jaxkv.KVCache) -> str:
 
     The layer that was written must hold the twin's entries, and everything else the random bytes `noise` of before.
     """
-    after = to_bytes(cache)
-    if not np.array_equal(get_entries(cache.layout, after, LAYER), get_entries(twin.layout, to_bytes(twin), LAYER)):
-        return "stored different bytes from the twin"
-    restored = after.copy()
-    set_entries(cache.layout, restored, LAYER, get_entries(cache.layout, noise, LAYER))
-    return "" if np.array_equal(restored, noise) else "changed bytes of other entries"
+    expected = noise.copy()
+    set_entries(cache.layout, expected, LAYER, get_entries(twin.layout, to_bytes(twin), LAYER))
+    return " ".join(differences(cache.layout, to_bytes(cache), expected, padding=True).split())
 
 
 def _bytes(array: jax.Array) -> np.ndarray:

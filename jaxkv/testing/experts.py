@@ -10,7 +10,7 @@ import numpy as np
 import jaxkv
 from jaxkv.testing.case import Case, Index, Shapes
 from jaxkv.testing.indices import FAR
-from jaxkv.testing.layouts import pick
+from jaxkv.testing.random_layouts import pick
 
 ALPHA, LIMIT = 1.7, 1.5
 """Of GPT-OSS's activation; so low a limit cuts some values."""

@@ -3,7 +3,7 @@
 import numpy as np
 
 from jaxkv.layout.layout import CacheLayout
-from jaxkv.testing.layouts import pick
+from jaxkv.testing.random_layouts import pick
 
 FAR = (-1, -7, -(2**31), 2**31 - 1)
 """Blocks and slots that no cache has."""

@@ -129,6 +129,18 @@ def test_prefill_and_decode_run():
     assert scope["logits"].argmax() != scope["token"]
 
 
+def test_a_write_of_the_reader_is_checked():
+    code = code_in("jaxkv/testing")
+    exec(code, scope := {})
+    assert {"LBNHC", "BLNHC padded", "gaps, offset"} <= set(scope["supported"])
+    packed = code.replace("block * s.block", "block * layout.block_size * layout.width")
+    assert packed != code
+    with pytest.raises(
+        AssertionError, match=r"^layout 'BLNHC' .*\n.* entries differ\n    layer 0, block 1, head 0, token"
+    ):
+        exec(packed, {})
+
+
 def flashinfer_attention(q, k, v, scale):
     """The results o [Hq, D] and s [Hq] of FlashInfer's kernels for q [Hq, D] and keys k [S, H, D]: s has base 2."""
     if not len(k):

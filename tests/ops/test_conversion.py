@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 import jaxkv
 from jaxkv.testing.buffers import to_bytes, to_cache
-from jaxkv.testing.layouts import AXES, SMALL, draw_entry, draw_group, draw_strides
+from jaxkv.testing.random_layouts import AXES, SMALL, draw_entry, draw_group, draw_strides
 from support import scenes
 from support.cases import random_numbers
 from support.compare import assert_same_bits

@@ -9,6 +9,9 @@ import numpy as np
 
 import jaxkv
 from jaxkv.testing.buffers import entry_bytes, packed_twin, to_cache
+from jaxkv.testing.named_layouts import APART as APART
+from jaxkv.testing.named_layouts import ONE_ARRAY as ONE_ARRAY
+from jaxkv.testing.named_layouts import keys_apart, whole_entries
 from support import oracle
 
 UNUSED = 2_147_480_000
@@ -49,90 +52,11 @@ def is_split(entry):
     return regions is not None and len(regions(entry)) > 1
 
 
-@cache
-def layouts(entry, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64):
-    """Every kind of layout by name: the six orders, padded, explicit strides, in a packed block, in a byte buffer.
+layouts = cache(whole_entries)
+"""Every kind of layout of entries that lie together, by name."""
 
-    `apart` has others, of keys and values that lie apart.
-    """
-    sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, num_heads=num_heads, entry=entry)
-    pad = 16 // entry.dtype.itemsize
-    found = {order: jaxkv.CacheLayout(**sizes, order=order) for order in jaxkv.ORDERS}
-    found["BLNHC padded"] = jaxkv.CacheLayout(**sizes, order="BLNHC", block_padding=3 * pad)
-    found["LBHNC padded"] = jaxkv.CacheLayout(**sizes, order="LBHNC", block_padding=pad)
-    groups = {
-        "before": jaxkv.Group(2, jaxkv.IndexerEntry()),
-        "self": jaxkv.Group(num_layers, entry, num_heads),
-        "after": jaxkv.Group(1, jaxkv.MLAEntry("bf16", latent=24, rope=8)),
-    }
-    for dtype in ("uint8", "bfloat16"):
-        packed = jaxkv.PackedLayout(num_blocks=num_blocks, block_size=block_size, groups=groups, dtype=dtype)
-        found[f"packed, {dtype}"] = packed["self"]
-    if not is_split(entry):  # whose tokens cannot lie apart
-        dense = found["BLNHC"]
-        token = dense.strides.head * num_heads + pad
-        block = token * block_size * num_layers + 5 * pad
-        found["gaps, offset"] = jaxkv.CacheLayout.from_strides(
-            **sizes,
-            strides={"layer": token * block_size, "block": block, "head": dense.strides.head, "token": token},
-            offset=2 * pad,
-            size=num_blocks * block,
-        )
-    return found
-
-
-APART = {
-    "keys and values in planes": ("L", "BNH", "BNH"),
-    "keys and values in halves of blocks": ("BL", "HN", "HN"),
-    "values before keys": ("", "LBNH", "LBNH"),
-    "values with strides of their own": ("B", "LNH", "HLN"),
-    "two arrays": ("L", "BNH", "BNH"),
-    "two arrays with strides of their own": ("", "LBNH", "BHLN"),
-}
-"""The axes of layouts whose keys and values lie apart, outermost first, by name: those of both, then those of keys and
-those of values, whose planes lie one after the other, or in an array each."""
-ONE_ARRAY = [name for name in APART if not name.startswith("two arrays")]
-"""Those with one buffer."""
-
-
-def apart(entry, name, *, num_heads=1, num_layers=3, num_blocks=BLOCKS, block_size=64, alignment=1):
-    """A layout of `APART`, with a gap before each pair of planes, or in each array.
-
-    Keys, and values, begin at multiples of `alignment` bytes from each other.
-    """
-    sizes = dict(num_layers=num_layers, num_blocks=num_blocks, block_size=block_size, num_heads=num_heads, entry=entry)
-    counts = dict(zip("LBNH", (num_layers, num_blocks, block_size, num_heads), strict=True))
-    names = {"L": "layer", "B": "block", "N": "token", "H": "head"}
-    item = entry.dtype.itemsize
-    outer, *inner = APART[name]
-    planes, extents = [], []
-    for axes, places in zip(inner, oracle.planes(entry), strict=True):
-        steps, step = {}, -(-len(places) // alignment) * alignment // item
-        for axis in reversed(axes):
-            steps[names[axis]] = step
-            step *= counts[axis]
-        planes.append(steps)
-        extents.append(step)
-    gap, (key, value), (strides, value_strides) = 16 // item, extents, planes
-
-    def with_outer_axes(planes, step):
-        """Adds the strides of the outer axes to those of planes that take `step` elements; returns those of all."""
-        for axis in reversed(outer):
-            for steps in planes:
-                steps[names[axis]] = step
-            step *= counts[axis]
-        return step
-
-    if name in ONE_ARRAY:
-        offset, value_offset = (gap + value, gap) if name == "values before keys" else (gap, gap + key)
-        arrays = {"size": with_outer_axes(planes, gap + key + value)}
-    else:
-        offset = value_offset = gap
-        arrays = {"size": with_outer_axes([strides], gap + key)}
-        arrays["value_size"] = with_outer_axes([value_strides], gap + value)
-    return jaxkv.CacheLayout.from_strides(
-        **sizes, strides=strides, offset=offset, value_strides=value_strides, value_offset=value_offset, **arrays
-    )
+apart = keys_apart
+"""A layout whose keys and values lie apart."""
 
 
 def shapes_of(layout):

@@ -14,7 +14,7 @@ import pytest
 import jaxkv
 from jaxkv import dispatch
 from jaxkv.cli import main
-from jaxkv.testing import families, fuzz, layouts
+from jaxkv.testing import families, fuzz, random_layouts
 from jaxkv.testing.attention import MASKS, Plan
 from jaxkv.testing.buffers import address_map
 from jaxkv.testing.compare import EPSILON, differ, excess
@@ -31,7 +31,7 @@ from support.compare import assert_close
 def few(monkeypatch):
     """Few calls a case, on small caches."""
     monkeypatch.setattr(fuzz, "CALLS_PER_CASE", 6)
-    monkeypatch.setattr(layouts, "MOST_BYTES", 2**21)
+    monkeypatch.setattr(random_layouts, "MOST_BYTES", 2**21)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv.testing import families, layouts
+from jaxkv.testing import families, random_layouts
 from jaxkv.testing.buffers import address_map, packed_twin, to_bytes, to_cache
 from support import oracle, scenes
 from support.arrays import as_float64
@@ -86,7 +86,7 @@ def cases(operation, seed):
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Small caches."""
-    monkeypatch.setattr(layouts, "MOST_BYTES", 2**19)
+    monkeypatch.setattr(random_layouts, "MOST_BYTES", 2**19)
 
 
 @drawn_for("write_mla", "write_kv", "write_indexer_k", "write_entries")

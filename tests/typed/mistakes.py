@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
-from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, blocks, masks, parallel
+from jaxkv import CacheLayout, ExtraCache, IndexerEntry, KVCache, KVEntry, MLAEntry, blocks, masks, parallel, testing
 
 SIZES = {"num_layers": 2, "num_blocks": 8, "block_size": 64}
 layout = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("bf16"))
@@ -221,3 +221,13 @@ blocks.allocate(allocator, lengths)
 blocks.BlockTables.create(num_sequences=2, max_blocks=4, num_blocks=8)
 # assigned: states do not change
 allocator.num_free = lengths[0]
+
+
+# Checks of kernels.
+
+# argument: a cache instead of its layout
+testing.poisoned(cache)
+# argument: an entry instead of layouts
+testing.assert_gather_correct(jaxkv.gather_mla, MLAEntry("bf16"))
+# missing: too many arguments, as `padding` is a keyword
+testing.assert_caches_equal(cache, cache, True)

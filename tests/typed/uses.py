@@ -19,6 +19,7 @@ from jaxkv import (
     blocks,
     masks,
     parallel,
+    testing,
 )
 
 latents = CacheLayout(num_layers=2, num_blocks=8, block_size=64, entry=MLAEntry("fp8"), order="LBNHC")
@@ -154,3 +155,8 @@ assert_type(blocks.truncate(sequences, sequences.seq_lens - 1), blocks.BlockTabl
 allocated = blocks.allocate(sequences.allocator, lengths, max_count=4)
 assert_type(allocated, tuple[blocks.BlockAllocator, jax.Array, jax.Array])
 assert_type(blocks.free(blocks.share(allocated[0], allocated[1]), allocated[1]), blocks.BlockAllocator)
+
+assert_type(testing.poisoned(latents), KVCache[MLAEntry])
+testing.assert_caches_equal(shared, testing.poisoned(shared.layout), padding=True)
+testing.assert_write_correct(jaxkv.write_kv, testing.every_layout(KVEntry("bf16"), num_heads=4))
+testing.assert_attention_correct(jaxkv.decode_mla, latents, q_len=2)

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 import jaxkv
+from jaxkv.testing.named_layouts import keys_may_lie_apart
 from jaxkv_kernels.formats.entries import Entry
 
 Sizes = dict[str, Any]
@@ -116,7 +117,7 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
         if rng.random() < 0.2:
             padding = 3 * entry.nbytes // itemsize
         return jaxkv.CacheLayout(**sizes, order=pick(rng, *jaxkv.ORDERS), block_padding=padding, dtype=dtype)
-    if kind == "planes" and _keys_may_lie_apart(entry):
+    if kind == "planes" and keys_may_lie_apart(entry):
         return _planes(rng, sizes, dtype, itemsize)
     unit = 16 // itemsize
     token = heads * entry.nbytes // itemsize + unit * int(rng.integers(3))
@@ -126,14 +127,6 @@ def _layout(rng: np.random.Generator, entry: Entry, heads: int) -> jaxkv.CacheLa
     strides = {"layer": layer, "block": block, "head": entry.nbytes // itemsize, "token": token}
     size = offset + block * sizes["num_blocks"]
     return jaxkv.CacheLayout.from_strides(**sizes, strides=strides, offset=offset, size=size, dtype=dtype)
-
-
-def _keys_may_lie_apart(entry: Entry) -> bool:
-    """Whether the keys and values of an entry may have planes of their own, without gaps between them."""
-    try:
-        return not any(sum(field.nbytes for field in plane) % entry.alignment for plane in entry.planes)
-    except ValueError:
-        return False
 
 
 def _planes(rng: np.random.Generator, sizes: Sizes, dtype, itemsize: int) -> jaxkv.CacheLayout:
