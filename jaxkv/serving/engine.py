@@ -473,6 +473,7 @@ class Engine(EngineBase):
 
     @override
     def _restore(self):
+        self.tiers.leave_others()
         # The tokens that were read are right, and everything else follows from them: requests are recomputed when they
         # join again.  The cache is made again even if no program has donated it, because a program that failed after
         # it was launched may have computed it.

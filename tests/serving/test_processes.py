@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from jaxkv.models.sampling import Sampling
-from jaxkv.serving import Leader, follow, processes
-from jaxkv.serving.processes import Exchange
+from jaxkv.serving import Leader, exchange, follow, processes
+from jaxkv.serving.exchange import Exchange
 from serving import serving_process
 from serving.toy_engines import engine, host_pool, right
 from support.jobs import job
@@ -143,7 +143,10 @@ def test_engines_with_other_programs(process):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: engine(connectors=[host_pool()]), "`engine` has connectors: expected none"),
+        (
+            lambda: engine(connectors=[host_pool()]),
+            "`engine` has connectors, and a model on devices of this process alone: expected no connectors",
+        ),
         (lambda: engine(max_time_between_tokens=0.1), "`engine` has a `max_time_between_tokens`: expected none"),
         (lambda: started(engine()), "`engine` has 1 requests that have not ended: expected none"),
     ],
@@ -181,7 +184,7 @@ def test_both_processes_end_if_one_is_killed(killed):
         both[killed].kill()
         output, _ = other.communicate(timeout=30)
     assert other.returncode != 0
-    assert processes.TOGETHER in output or "another task died" in output  # from JAX, which may end the process first
+    assert exchange.TOGETHER in output or "another task died" in output  # from JAX, which may end the process first
 
 
 class Store(dict):

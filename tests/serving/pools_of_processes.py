@@ -1,0 +1,101 @@
+"""One of two processes that serve a model together, each with pools of its own; `test_processes.py` starts both.
+
+python pools_of_processes.py ADDRESS NUMBER FOLDER
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import jax
+
+from jaxkv import models, serving
+from jaxkv.offload import DiskPool, HostPool
+from support.recorded import FOLDER, recorded
+
+BLOCK, NUM_BLOCKS, TOKENS = 16, 14, 8
+LONG, SHORT = -1, slice(1, 4)
+"""A prompt of 12 full blocks, and prompts that need all blocks of the cache."""
+
+
+def main(address, number, folder):
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.distributed.initialize(address, num_processes=2, process_id=int(number), initialization_timeout=60)
+    line, square = jax.make_mesh((4,), ("x",)), jax.make_mesh((2, 2), ("x", "y"))
+    parts = [(0, 1), (2, 3)][int(number)]
+    model = check("llama", models.ContextParallel(line, "x", interleave=2), devices=4, parts=parts)
+    without_some_blocks_of_one_process(model, Path(folder, "blocks"))  # the same folder for both processes
+    check("llama", models.TensorParallel(square, "x"), devices=2, parts=(int(number),))
+    check("llama", models.TensorParallel(square, "y"), devices=2, parts=(0, 1))
+    check("deepseek_v3", models.TensorParallel(line, "x"), devices=1, parts=(0,))
+    print("equal")
+
+
+def check(family, parallel, *, devices, parts):
+    """Prompts whose blocks were evicted from the cache come back from the pools of both processes; returns the model."""
+    whole = models.load(FOLDER / family).layout(1, BLOCK).block_nbytes
+    model, prompts = models.load(FOLDER / family, parallel=parallel), recorded(family)
+    assert (model.cache_devices, model.cache_parts) == (devices, parts)
+    pool = pool_of(model)
+    assert pool.block_nbytes * devices == whole * len(parts)
+    engine = served(model, pool, [prompts[LONG], *prompts[SHORT], prompts[LONG]])
+    assert (engine.prefix_stats.loaded, pool.stats.loaded, engine.tiers.failures) == (12 * BLOCK, 12, 0)
+    return model
+
+
+def without_some_blocks_of_one_process(model, folder):
+    """What one process lacks is computed in both."""
+    prompts, second = recorded("llama"), jax.process_index() == 1
+    small = pool_of(model, 4 if second else 64)
+    engine = served(model, small, [prompts[LONG], *prompts[SHORT], prompts[LONG]])
+    assert (engine.prefix_stats.loaded, engine.tiers.failures) == (0, 0)
+
+    full = pool_of(model, folder=folder)
+    keys = served(model, full, [prompts[LONG]]).keys(prompts[LONG][0], block_size=BLOCK)
+    full.flush()
+    file = full.disk.file
+    if second:
+        file(keys[9]).unlink()
+    pool = pool_of(model, folder=folder)  # it does not list the block that is missing
+    engine = served(model, pool, [prompts[LONG]])
+    assert (engine.prefix_stats.loaded, engine.tiers.failures) == (9 * BLOCK, 0)
+    pool.flush()
+
+    pool = pool_of(model, folder=folder)  # it lists blocks that it cannot load
+    if second:
+        file(keys[4]).unlink()
+        file(keys[2]).write_bytes(b"damaged")
+    engine = served(model, pool, [prompts[LONG], *prompts[SHORT], prompts[LONG], *prompts[SHORT], prompts[LONG]])
+    # Those before the damaged one; those of the other prompts; those before the missing one, which was still listed when
+    # the prompt was computed; and all.
+    loaded = 2 + (3 + 4 + 4) + 4 + 12
+    assert (engine.prefix_stats.loaded, engine.tiers.failures) == (loaded * BLOCK, 2)
+    assert pool.stats.damaged == second
+
+
+def pool_of(model, num_blocks=64, folder=None):
+    layout, parts = model.layout(1, BLOCK), {"devices": model.cache_devices, "parts": model.cache_parts}
+    disk = None if folder is None else DiskPool(folder, layout, model=models.fingerprint(model), **parts)
+    return HostPool(layout, num_blocks, disk=disk, **parts)
+
+
+def served(model, pool, prompts):
+    """Serves prompts, one after the other; returns the engine."""
+    sizes = {"num_blocks": NUM_BLOCKS, "block_size": BLOCK, "max_requests": 2, "chunk": 64}
+    engine = serving.Engine(model, **sizes, connectors=[pool])
+    if jax.process_index() == 1:
+        serving.follow(engine)
+    else:
+        leader = serving.Leader(engine)
+        for prompt, right in prompts:
+            request = leader.submit(prompt, max_tokens=TOKENS, stop=())
+            list(leader.run())
+            assert request.generated == right[:TOKENS]
+        leader.close()
+    assert not engine.unfinished
+    assert engine.pool.num_free == NUM_BLOCKS
+    return engine
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
