@@ -26,7 +26,6 @@ def main(address, number, folder):
     model = check("llama", models.ContextParallel(line, "x", interleave=2), devices=4, parts=parts)
     without_some_blocks_of_one_process(model, Path(folder, "blocks"))  # the same folder for both processes
     check("llama", models.TensorParallel(square, "x"), devices=2, parts=(int(number),))
-    check("llama", models.TensorParallel(square, "y"), devices=2, parts=(0, 1))
     check("deepseek_v3", models.TensorParallel(line, "x"), devices=1, parts=(0,))
     print("equal")
 
