@@ -45,8 +45,8 @@ class DiskPool:
     """One file per block, in a subfolder of `path` for the model, the layout's fingerprint, the parts and the secret.
 
     Files of other models, layouts, parts, secrets and versions of the format are in other folders; such a file is
-    ignored if it is moved here.  A damaged file raises DamagedBlock when it is read, and is kept under the name `KEY.damaged`.
-    Other files in the folder are left alone, with a warning.
+    ignored if it is moved here.  A damaged file raises DamagedBlock when it is read, and is kept under the name
+    `KEY.damaged`.  Other files in the folder are left alone, with a warning.
 
     Several processes may use a folder, and remove each other's blocks: a block that another process has removed is
     missing.  Each sees the files that existed when it opened the folder, and those that it writes.  With `num_blocks`,

@@ -43,8 +43,8 @@ def checked_parts(parts: Sequence[int] | None, devices: int) -> tuple[int, ...]:
     every = range(positive_int("devices", devices))
     if parts is None:
         return tuple(every)
-    found = tuple(as_int(part) for part in parts)
-    if not found or list(found) != sorted({part for part in found if part in every}):
+    found = tuple(part for part in map(as_int, parts) if part is not None and part in every)
+    if not found or len(found) < len(parts) or list(found) != sorted(set(found)):
         raise ValueError(
             f"`parts` is {parts!r} and `devices` {devices}: expected one or more of the parts 0 to {devices - 1}, in "
             "increasing order, as in `model.cache_parts`"
@@ -109,7 +109,7 @@ def check_rows(name: str, rows: object, count: int, row: jax.ShapeDtypeStruct) -
 
 
 def check_exchange(cache: KVCache, layout: Layout, devices: int, parts: Sequence[int]) -> None:
-    """ValueError unless `cache` has blocks of `layout`, divided over so many devices, of which this process has `parts`.
+    """ValueError unless `cache` has blocks of `layout`, divided over so many devices, with `parts` in this process.
 
     If `layout` is packed, `cache` may be a view of any group.
     """

@@ -101,13 +101,14 @@ class Engine(EngineBase):
         chunks, and those in which nothing decodes, are not affected.  Default: no bound.
       connectors: where blocks are also offered and found, such as a `HostPool`, in the order of the search.
         Each must be made for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the
-        engine.
+        engine.  If the model is on devices of several processes, the engine of each process has a `HostPool` of its
+        own, and others are rejected; a block is found if all processes have it.
       drafts: how the next tokens are drafted, by `MTP` or `NGram`, so that a step may add several tokens to a request;
         default not at all.
 
     Raises:
-      ValueError: an argument is out of range; a connector was made for another layout or number of devices; the model
-        is data parallel (use `Replicas`), or cannot draft as `drafts` says; or its cache has tables that are not
+      ValueError: an argument is out of range; a connector was made for another layout or number of devices, or is not
+        a `HostPool` although the model is on devices of several processes; the model is data parallel (use `Replicas`), or cannot draft as `drafts` says; or its cache has tables that are not
         supported, with `drafts` several or other than those of entries that requests keep.
     """
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import jax
-
 import numpy as np
 
 from jaxkv.cache import KVCache
@@ -67,7 +66,7 @@ class Load:
     def __init__(self, contents: Mapping[bytes, int]):
         self.contents = dict(contents)
         self.missing = set(contents)
-        """Keys of the blocks that have not been written to the cache; with several processes, to the part of this one."""
+        """Keys of the blocks that have not been written to the cache, or to the part of it that this process has."""
         self.pulls: list[OpenPull] = []
         self.has_failed = False
         """Whether it has failed, in any process."""
@@ -133,6 +132,7 @@ class Tiers:
         self.failures = 0
         for n, connector in enumerate(self._connectors):
             _check(f"connectors[{n}]", connector, cache, layout)
+        addressable_part(cache)  # ValueError if the mesh is not supported
         self._row = row_of(layout, devices_of(cache), parts_of(cache))
         self.exchange: Exchange | None = None
         """By which processes agree, if there are several."""

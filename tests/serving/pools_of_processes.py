@@ -4,7 +4,6 @@ python pools_of_processes.py ADDRESS NUMBER FOLDER
 """
 
 import sys
-from functools import partial
 from pathlib import Path
 
 import jax

@@ -231,8 +231,8 @@ class OnMesh(Parallel):
     @override
     def cache_parts(self, layout):
         sharding = NamedSharding(self.mesh, self._spec(self.divides_cache(layout)))
-        places = sharding.addressable_devices_indices_map((self.cache_devices(layout),))
-        return tuple(sorted({place.start or 0 for (place,) in places.values()}))
+        places = sharding.addressable_devices_indices_map((self.cache_devices(layout),)).values()
+        return tuple(sorted({place[0].start or 0 for place in places if place is not None}))
 
     @override
     def sharding(self, path, ndim):
