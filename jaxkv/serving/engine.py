@@ -108,8 +108,9 @@ class Engine(EngineBase):
 
     Raises:
       ValueError: an argument is out of range; a connector was made for another layout or number of devices, or is not
-        a `HostPool` although the model is on devices of several processes; the model is data parallel (use `Replicas`), or cannot draft as `drafts` says; or its cache has tables that are not
-        supported, with `drafts` several or other than those of entries that requests keep.
+        a `HostPool` although the model is on devices of several processes; the model is data parallel (use `Replicas`),
+        or cannot draft as `drafts` says; or its cache has tables that are not supported, with `drafts` several or other
+        than those of entries that requests keep.
     """
 
     def __init__(

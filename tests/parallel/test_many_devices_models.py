@@ -518,14 +518,11 @@ def test_pools_with_other_parts_than_those_of_this_process_are_rejected(tmp_path
         pool.store(model.cache(4, BLOCK), [0], [b"key"])
     with pytest.raises(ValueError, match=rf"`connectors\[0\]` {wrong}"):
         serving.Engine(model, num_blocks=4, block_size=BLOCK, connectors=[pool])
+    disk = DiskPool(tmp_path, layout, model="llama", devices=2, parts=[0])
     with pytest.raises(ValueError, match=r"`disk` has the parts \(0,\) of blocks: expected \(1,\), `parts`"):
-        disk = DiskPool(tmp_path, layout, model="llama", devices=2, parts=[0])
         HostPool(layout, 4, disk=disk, devices=2, parts=[1])
     for parts in ([], [2], [-1], [1, 0], [0, 0], ["0"]):
-        for make in (
-            lambda **two: HostPool(layout, 4, **two),
-            lambda **two: DiskPool(tmp_path, layout, model="", **two),
-        ):
+        for make in (partial(HostPool, layout, 4), partial(DiskPool, tmp_path, layout, model="llama")):
             with pytest.raises(ValueError, match=r"^`parts` is .* and `devices` 2: expected one or more of the parts"):
                 make(devices=2, parts=parts)
 
@@ -544,9 +541,9 @@ def test_files_with_other_parts_of_a_block_are_absent(tmp_path):
     for other in others:
         assert b"key" not in other
         shutil.copy(first.file(b"key"), other.file(b"key"))
+        reopened = disk(devices=other.devices, parts=other.parts)
+        assert b"key" in reopened
         with pytest.raises(KeyError):
-            reopened = DiskPool(tmp_path, layout, model="llama", devices=other.devices, parts=other.parts)
-            assert b"key" in reopened
             reopened.load(b"key")
     assert b"key" in disk(devices=2, parts=[0])
     assert HostPool(layout, 1, devices=2, parts=[0]).fingerprint != HostPool(layout, 1, devices=2).fingerprint

@@ -30,7 +30,7 @@ def main(address, number, folder):
 
 
 def check(family, parallel, *, devices, parts):
-    """Prompts whose blocks were evicted from the cache come back from the pools of both processes; returns the model."""
+    """Blocks that were evicted from the cache come back from the pools of both processes.  Returns the model."""
     whole = models.load(FOLDER / family).layout(1, BLOCK).block_nbytes
     model, prompts = models.load(FOLDER / family, parallel=parallel), recorded(family)
     assert (model.cache_devices, model.cache_parts) == (devices, parts)
@@ -64,8 +64,8 @@ def without_some_blocks_of_one_process(model, folder):
         file(keys[4]).unlink()
         file(keys[2]).write_bytes(b"damaged")
     engine = served(model, pool, [prompts[LONG], *prompts[SHORT], prompts[LONG], *prompts[SHORT], prompts[LONG]])
-    # Those before the damaged one; those of the other prompts; those before the missing one, which was still listed when
-    # the prompt was computed; and all.
+    # Those before the damaged one; those of the other prompts; those before the missing one, which was still listed
+    # when the prompt was computed; and all.
     loaded = 2 + (3 + 4 + 4) + 4 + 12
     assert (engine.prefix_stats.loaded, engine.tiers.failures) == (loaded * BLOCK, 2)
     assert pool.stats.damaged == second
