@@ -23,7 +23,8 @@ class Leader(EngineBase):
 
     All processes call `jax.distributed.initialize`, load the model on one mesh and make the same `Engine`.  Process 0
     then makes a Leader of its engine and uses it like an engine, also in an `AsyncEngine`; the others call
-    `follow(engine)`.  Each step runs in all processes, with the same requests.
+    `follow(engine)`.  Each step runs in all processes, with the same requests.  Each process may give its engine a
+    `HostPool` of its own (`model.cache_parts`): a request finds the blocks that all processes have.
 
     As everywhere in JAX, all processes end if one does: the others end with an error, at the latest about
     `heartbeat_timeout_seconds` of `jax.distributed.initialize` later (100 by default; 20 is enough for processes of one

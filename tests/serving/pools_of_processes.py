@@ -5,11 +5,16 @@ python pools_of_processes.py ADDRESS NUMBER FOLDER
 
 import sys
 from pathlib import Path
+from unittest import mock
 
 import jax
+import numpy as np
+import pytest
 
+import jaxkv
 from jaxkv import models, serving
-from jaxkv.offload import DiskPool, HostPool
+from jaxkv.offload import Connector, DiskPool, HostPool
+from jaxkv.serving.tiers import Tiers
 from support.recorded import FOLDER, recorded
 
 BLOCK, NUM_BLOCKS, TOKENS = 16, 14, 8
@@ -24,6 +29,7 @@ def main(address, number, folder):
     parts = [(0, 1), (2, 3)][int(number)]
     model = check("llama", models.ContextParallel(line, "x", interleave=2), devices=4, parts=parts)
     without_some_blocks_of_one_process(model, Path(folder, "blocks"))  # the same folder for both processes
+    rejected(model)
     check("llama", models.TensorParallel(square, "x"), devices=2, parts=(int(number),))
     check("deepseek_v3", models.TensorParallel(line, "x"), devices=1, parts=(0,))
     print("equal")
@@ -36,9 +42,44 @@ def check(family, parallel, *, devices, parts):
     assert (model.cache_devices, model.cache_parts) == (devices, parts)
     pool = pool_of(model)
     assert pool.block_nbytes * devices == whole * len(parts)
+    store_and_load(model)
     engine = served(model, pool, [prompts[LONG], *prompts[SHORT], prompts[LONG]])
     assert (engine.prefix_stats.loaded, pool.stats.loaded, engine.tiers.failures) == (12 * BLOCK, 12, 0)
     return model
+
+
+def store_and_load(model):
+    """A pool stores and loads the parts of this process, without the other one."""
+    zeros, keys = model.cache(4, BLOCK), [b"first", b"second"]
+    values = np.arange(zeros.buffer.size).astype(zeros.buffer.dtype)
+    buffer = jax.make_array_from_callback(values.shape, zeros.buffer.sharding, lambda place: values[place])
+    pool, cache = pool_of(model), jaxkv.KVCache(buffer, zeros.layout)
+    assert pool.store(cache, [1, 3], keys) == 2
+    with pytest.raises(KeyError):
+        pool.load(cache, [0], [b"third"])
+    cache = pool.load(pool.warm_up(cache), [2, 0], keys)
+    assert cache.buffer.sharding == buffer.sharding
+    for shard in cache.buffer.addressable_shards:
+        before = values[shard.index].reshape(4, -1)
+        np.testing.assert_array_equal(np.asarray(shard.data).reshape(4, -1), before[[3, 1, 1, 3]])
+
+
+def rejected(model):
+    class Other(Connector):
+        layout, devices = model.layout(1, BLOCK), model.cache_devices
+        __contains__ = offer = pull = None
+
+    make = {"model": model, "num_blocks": NUM_BLOCKS, "block_size": BLOCK}
+    with pytest.raises(ValueError, match="is a Other, and the cache is on devices of several processes: expected a Ho"):
+        serving.Engine(**make, connectors=[Other()])
+    with pytest.raises(ValueError, match=r"has the parts \(0, 1, 2, 3\) of 4, and the devices of this process have"):
+        serving.Engine(**make, connectors=[HostPool(model.layout(1, BLOCK), 4, devices=4)])
+    pool, cache, layout = pool_of(model), model.cache(4, BLOCK), model.layout(4, BLOCK)
+    with (
+        mock.patch.object(jax, "process_count", return_value=3),
+        pytest.raises(ValueError, match="devices of 2 of 3 processes: expected a model on devices of all"),
+    ):
+        Tiers([pool], cache, layout, None)
 
 
 def without_some_blocks_of_one_process(model, folder):
