@@ -132,7 +132,6 @@ class Tiers:
         self.failures = 0
         for n, connector in enumerate(self._connectors):
             _check(f"connectors[{n}]", connector, cache, layout)
-        addressable_part(cache)  # ValueError if the mesh is not supported
         self._row = row_of(layout, devices_of(cache), parts_of(cache))
         self.exchange: Exchange | None = None
         """By which processes agree, if there are several."""
@@ -142,6 +141,7 @@ class Tiers:
                     f"`connectors` are given, and the cache is on devices of {processes} of {jax.process_count()} "
                     "processes: expected a model on devices of all processes, as they agree on what is loaded"
                 )
+            addressable_part(cache)  # ValueError if the mesh is not supported
             self.exchange = Exchange()
 
     @property
