@@ -191,8 +191,15 @@ class Model:
 
         It is 1 if every device has whole blocks, as those of tensor-parallel MLA do.
         """
-        layout = self.layout(1)
-        return self.parallel.cache_devices(next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout)
+        return self.parallel.cache_devices(_first_group(self.layout(1)))
+
+    @property
+    def cache_parts(self) -> tuple[int, ...]:
+        """Which of the parts of a block devices of this process have, for its pools if there are several processes.
+
+        Parts are numbered from 0 to `cache_devices` - 1, in the order of the mesh.
+        """
+        return self.parallel.cache_parts(_first_group(self.layout(1)))
 
     def cache(self, num_blocks: int, block_size: int | None = None, order: str = "BLNHC") -> KVCache:
         """A cache of zeros for `prefill` and `decode`, on the model's devices.
@@ -204,8 +211,7 @@ class Model:
         is a view of the first group of its layout.  `copy_blocks`, `read_blocks` and `write_blocks` still move whole
         blocks, with all groups.
         """
-        layout = self.layout(num_blocks, block_size, order)
-        return self.parallel.zeros(next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout)
+        return self.parallel.zeros(_first_group(self.layout(num_blocks, block_size, order)))
 
     def groups_of(self, cache: KVCache) -> PackedLayout:
         """The groups of a cache with windows, given as the view of its first group.
@@ -274,3 +280,8 @@ class Model:
                     "`cache` has no room for states where the model expects them: make it with "
                     f"`model.cache`\nit has\n{layout}\nexpected\n{self.layout_with_states(*sizes)['kv']}"
                 )
+
+
+def _first_group(layout: CacheLayout | PackedLayout) -> CacheLayout:
+    """The layout of a cache: that of the first group, if there are several."""
+    return next(iter(layout.values())) if isinstance(layout, PackedLayout) else layout

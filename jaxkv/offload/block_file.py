@@ -77,7 +77,7 @@ class Description:
 
     dtype: str
     fingerprint: str
-    """The fingerprint of the layout."""
+    """The fingerprint of the layout and, if a file has only some parts of a block, of which ones."""
     model: str
     secret: str
     """The `secret_id` of the secret."""

@@ -102,7 +102,8 @@ class Connector(ABC):
         Args:
           keys: distinct keys [n], in the order of the prompt.  Each was in this connector when the request joined.  If
             one of them is not there any more, raise an exception, here or in `poll`.
-          sharding: that of the cache's buffer, for a connector that copies blocks to the device itself.
+          sharding: that of the cache's buffer, for a connector that copies blocks to the device itself.  If the devices
+            belong to several processes, that of the part which this process has.
         """
 
     def warm_up(self, cache: KVCache) -> KVCache:

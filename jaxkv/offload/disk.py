@@ -6,7 +6,7 @@ import os
 import re
 import time
 import warnings
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -26,7 +26,7 @@ from jaxkv.offload.block_file import (
     write_block,
 )
 from jaxkv.offload.keys import MAX_KEY_BYTES, checked_key
-from jaxkv.offload.transfers import Layout, row_of
+from jaxkv.offload.transfers import Layout, blocks_fingerprint, checked_parts, row_of
 
 BLOCK, DAMAGED = ".block", ".damaged"
 """Suffixes of the files of blocks, and of damaged files."""
@@ -42,11 +42,11 @@ Listing takes about 4 us per file, hence 1 ms per store; writing a block of 4 MB
 
 
 class DiskPool:
-    """One file per block, in a subfolder of `path` for the model, the layout's fingerprint and the secret.
+    """One file per block, in a subfolder of `path` for the model, the layout's fingerprint, the parts and the secret.
 
-    Files of other models, layouts, secrets and versions of the format are in other folders; such a file is ignored if
-    it is moved here.  A damaged file raises DamagedBlock when it is read, and is kept under the name `KEY.damaged`.
-    Other files in the folder are left alone, with a warning.
+    Files of other models, layouts, parts, secrets and versions of the format are in other folders; such a file is
+    ignored if it is moved here.  A damaged file raises DamagedBlock when it is read, and is kept under the name
+    `KEY.damaged`.  Other files in the folder are left alone, with a warning.
 
     Several processes may use a folder, and remove each other's blocks: a block that another process has removed is
     missing.  Each sees the files that existed when it opened the folder, and those that it writes.  With `num_blocks`,
@@ -67,13 +67,16 @@ class DiskPool:
       num_blocks: the most blocks in the folder, whichever process wrote them.  The least recently used are removed when
         the pool is opened, and after each block that it writes.  Until the folder is listed again, there may be up to
         `num_blocks` / 256 more per other process that writes; damaged files are not counted.  Default: no limit.
-      devices: over how many devices blocks are divided (`model.cache_devices`); a file has the parts of all.
+      devices: over how many devices blocks are divided (`model.cache_devices`).
+      parts: the parts of a block that a file has, if the devices belong to several processes (`model.cache_parts`).
+        Files with other parts are in another folder.  Default: the parts of all devices.
       secret: 1 to 64 random bytes, such as `secrets.token_bytes(32)`, the same in all processes that share blocks.
         Default: none.
 
     Raises:
       ValueError: `model` is not a string or is too long, `num_blocks` is not a positive int, `layout` is not a layout
-        or is one of context parallelism, or `secret` is not 1 to 64 bytes.
+        or is one of context parallelism over other than `devices`, `parts` are not some of the parts, or `secret` is
+        not 1 to 64 bytes.
       OSError: the folder cannot be made or read, or blocks beyond `num_blocks` cannot be removed.
     """
 
@@ -85,6 +88,7 @@ class DiskPool:
         model: str,
         num_blocks: int | None = None,
         devices: int = 1,
+        parts: Sequence[int] | None = None,
         secret: bytes | None = None,
     ):
         if not isinstance(model, str):
@@ -92,8 +96,9 @@ class DiskPool:
             raise ValueError(f"`model` is a {found}: expected a string, such as `jaxkv.models.fingerprint(model)`")
         self.layout, self.model, self.devices = layout, model, devices
         self.num_blocks = None if num_blocks is None else positive_int("num_blocks", num_blocks, below=None)
-        self._row = row_of(layout, devices)
-        self._fingerprint = layout.fingerprint
+        self.parts = checked_parts(parts, devices)
+        self._row = row_of(layout, devices, self.parts)
+        self._fingerprint = blocks_fingerprint(layout, devices, self.parts)
         self._secret, self._secret_id = secret, secret_id(secret)
         name = hashlib.sha256(json.dumps([VERSION, model, self._secret_id]).encode()).hexdigest()[:16]
         self._folder = Path(path) / f"{self._fingerprint}-{name}"

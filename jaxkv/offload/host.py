@@ -26,11 +26,13 @@ from jaxkv.offload.transfers import (
     SKIPPED,
     HostArray,
     Layout,
+    blocks_fingerprint,
     check_exchange,
+    checked_parts,
     in_powers_of_two,
     row_of,
 )
-from jaxkv.ops.rows import read_rows, write_rows
+from jaxkv.ops.rows import addressable_part, read_rows, with_part, write_rows
 from jaxkv_kernels.addressing import one_array
 
 CHUNK_BYTES = 2**26
@@ -244,12 +246,15 @@ class HostPool(Connector):
       disk: a pool on disk for the same layout, which can hold more blocks and keeps them after the process ends.
       devices: over how many devices blocks are divided, each of which stores and loads its part
         (`model.cache_devices`).
+      parts: which of the parts of a block the pool has, if the devices belong to several processes: those of the
+        devices of this process (`model.cache_parts`).  Default: the parts of all devices.
       device: the device whose host memory is used; by default the first device of this process.
       implementation: the `implementation` with which `read_blocks` and `write_blocks` are called.
 
     Raises:
-      ValueError: `num_blocks` is not a positive int, `layout` is not a layout or is one of context parallelism,
-        `cache_layout` cannot be converted to it, or `disk` has a different layout.
+      ValueError: `num_blocks` is not a positive int, `layout` is not a layout or is one of context parallelism over
+        other than `devices`, `parts` are not some of the parts, `cache_layout` cannot be converted to `layout`, or
+        `disk` has a different layout or other parts.
       MemoryError: not enough memory can be pinned.
     """
 
@@ -261,13 +266,15 @@ class HostPool(Connector):
         cache_layout: Layout | None = None,
         disk: DiskPool | None = None,
         devices: int = 1,
+        parts: Sequence[int] | None = None,
         device: jax.Device | None = None,
         implementation=None,
     ):
         self.layout, self.disk, self.devices = layout, disk, devices
         self.num_blocks = positive_int("num_blocks", num_blocks, below=None)
-        self.row = row_of(layout, devices)
-        """Shape and dtype of a block."""
+        self.parts = checked_parts(parts, devices)
+        self.row = row_of(layout, devices, self.parts)
+        """Shape and dtype of a block, of its parts that the pool has."""
         self.block_nbytes = self.row.size * self.row.dtype.itemsize
         if not isinstance(disk, DiskPool | None):
             raise ValueError(f"`disk` is a {type(disk).__name__}: expected a DiskPool, or None")
@@ -277,6 +284,8 @@ class HostPool(Connector):
             raise ValueError(
                 f"`disk` holds blocks that are divided over {disk.devices} devices: expected {devices}, `devices`"
             )
+        if disk is not None and disk.parts != self.parts:
+            raise ValueError(f"`disk` has the parts {disk.parts} of blocks: expected {self.parts}, `parts`")
         self.cache_layout = layout if cache_layout is None else cache_layout
         self._conversion = None if cache_layout is None else transfers.conversion_between(cache_layout, layout)
         if self._conversion is not None and devices > 1:
@@ -318,6 +327,11 @@ class HostPool(Connector):
 
     def _has(self, key: bytes) -> bool:
         return key in self._chunks or (self.disk is not None and key in self.disk)
+
+    @property
+    def fingerprint(self) -> str:
+        """Pools whose blocks are interchangeable have the same: that of the layout, if the pool has all parts."""
+        return blocks_fingerprint(self.layout, self.devices, self.parts)
 
     @property
     def events(self) -> BlockEvents:
@@ -424,7 +438,7 @@ class HostPool(Connector):
         with self._holding(keys):
             room = self._make_room(len(new), wait=wait)
         self.stats.rejected += len(new) - room
-        stored = tuple(islice(new, room))
+        stored, cache = tuple(islice(new, room)), addressable_part(cache)
         for part in (stored[among] for among in in_powers_of_two(len(stored), self._chunk_blocks)):
             self._wait_for_stores(self.blocks_in_flight - len(part))
             staged = self._read_rows(cache, np.asarray([new[key] for key in part], np.int32))
@@ -458,7 +472,19 @@ class HostPool(Connector):
         targets = defaultdict(list)
         for key, place in zip(keys, units, strict=True):
             targets[key].append(place)
-        given, waiting = cache, dict.fromkeys(keys)
+        try:
+            loaded = self._loaded(addressable_part(cache), targets)
+        except LoadFailed as error:
+            error.cache = with_part(cache, error.cache)
+            raise
+        self.stats.loaded += len(keys)
+        self.stats.loaded_bytes += len(keys) * self.block_nbytes
+        return with_part(cache, loaded)
+
+    def _loaded(self, cache: KVCache, targets: Mapping[bytes, Sequence[Units]]) -> KVCache:
+        """The cache with blocks at their targets; the arguments and errors are those of `load`."""
+        given, keys = cache, list(targets)
+        waiting = dict.fromkeys(keys)
         with self._holding(waiting):
             self._check_present(keys)
             while waiting:
@@ -477,8 +503,6 @@ class HostPool(Connector):
                     if cache is given:
                         raise  # as it was
                     raise LoadFailed(f"a load of {len(keys)} blocks stopped half-way: {error}", cache) from error
-        self.stats.loaded += len(keys)
-        self.stats.loaded_bytes += len(keys) * self.block_nbytes
         return cache
 
     @override
@@ -494,13 +518,14 @@ class HostPool(Connector):
         Raises:
           ValueError: `cache` has other blocks than this pool.
         """
-        check_exchange(cache, self.cache_layout, self.devices)
+        check_exchange(cache, self.cache_layout, self.devices, self.parts)
+        whole, cache = cache, addressable_part(cache)
         for length in (1 << n for n in range(self._chunk_blocks.bit_length())):
             nowhere = np.full((length, self._units), SKIPPED, np.int32)
             rows = transfers.to_host(self._read_rows(cache, nowhere))
             rows = transfers.to_device(rows, one_array(cache.buffer).sharding)
             cache = self._write_rows(cache, nowhere, rows)
-        return cache
+        return with_part(whole, cache)
 
     def _read_rows(self, cache: KVCache, units: np.ndarray) -> jax.Array:
         """Blocks of the pool from units of the cache, int32 [n, units of a block]: rows [n, E]."""
@@ -585,7 +610,7 @@ class HostPool(Connector):
         self, cache: KVCache, blocks: Sequence[int] | np.ndarray, keys: Sequence[bytes], *, distinct: bool = False
     ) -> tuple[list[Units], list[bytes]]:
         """Where the tokens of each key are in the cache, and `keys` as a list; ValueError unless all is valid."""
-        check_exchange(cache, self.cache_layout, self.devices)
+        check_exchange(cache, self.cache_layout, self.devices, self.parts)
         ids, keys = block_ids("blocks", blocks, cache.layout.num_blocks, distinct=distinct), checked_keys(keys)
         return self._units_of(ids.tolist(), len(keys)), keys
 
@@ -747,7 +772,7 @@ class HostPull(Pull):
     Args:
       pool: the pool that has the blocks.
       keys: keys of blocks.
-      sharding: that of the cache's buffer.
+      sharding: that of the cache's buffer, on devices of this process.
     """
 
     def __init__(self, pool: HostPool, keys: Sequence[bytes], sharding: jax.sharding.Sharding):

@@ -209,7 +209,7 @@ class BlockServer:
             finally:
                 self._strangers.release()
             link, offers = _Link(connection), dict[int, Ticket]()
-            link.send({"layout": [self._pool.layout.fingerprint, self._pool.row.size]})
+            link.send({"layout": [self._pool.fingerprint, self._pool.row.size]})
             self._links.add(link)
             self._pool.events.subscribe(link.send)
             try:

@@ -2,6 +2,8 @@
 engines.
 """
 
+import hashlib
+import json
 from collections.abc import Iterator, Sequence
 
 import jax
@@ -14,8 +16,9 @@ from jaxkv.checks import check_cache, check_one_buffer, describe, positive_int
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
 from jaxkv.ops.blocks import Conversion
-from jaxkv.ops.rows import devices_of, rows_sharding
+from jaxkv.ops.rows import devices_of, parts_of, rows_sharding
 from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.integers import as_int
 
 Layout = CacheLayout | PackedLayout
 
@@ -35,10 +38,32 @@ PINNING_PLATFORMS = ("gpu",)
 """Platforms on which pinning takes time, so that memory is reserved.  On CPUs, pinned memory is ordinary memory."""
 
 
-def row_of(layout: Layout, devices: int = 1) -> jax.ShapeDtypeStruct:
+def checked_parts(parts: Sequence[int] | None, devices: int) -> tuple[int, ...]:
+    """`parts` as ints, all of the parts of `devices` devices if it is None; ValueError if these are not parts."""
+    every = range(positive_int("devices", devices))
+    if parts is None:
+        return tuple(every)
+    found = tuple(part for part in map(as_int, parts) if part is not None and part in every)
+    if not found or len(found) < len(parts) or list(found) != sorted(set(found)):
+        raise ValueError(
+            f"`parts` is {parts!r} and `devices` {devices}: expected one or more of the parts 0 to {devices - 1}, in "
+            "increasing order, as in `model.cache_parts`"
+        )
+    return found
+
+
+def blocks_fingerprint(layout: Layout, devices: int, parts: Sequence[int]) -> str:
+    """The fingerprint of blocks of which only these parts are stored: that of the layout, if these are all of them."""
+    if len(parts) == devices:
+        return layout.fingerprint
+    return hashlib.sha256(json.dumps([layout.fingerprint, devices, *parts]).encode()).hexdigest()[:32]
+
+
+def row_of(layout: Layout, devices: int = 1, parts: Sequence[int] | None = None) -> jax.ShapeDtypeStruct:
     """Shape [D * E] and dtype of an exported block, including all groups and the parts of all D devices.
 
-    ValueError if `layout` is not a layout, or divides the tokens of requests over another number of devices.
+    Or only those `parts` of `devices` which are given.  ValueError if `layout` is not a layout, or divides the tokens
+    of requests over another number of devices.
     """
     if not isinstance(layout, CacheLayout | PackedLayout):
         raise ValueError(f"`layout` is {layout!r}: expected a CacheLayout or a PackedLayout")
@@ -48,7 +73,8 @@ def row_of(layout: Layout, devices: int = 1) -> jax.ShapeDtypeStruct:
             f"`layout` is that of a share of the tokens, {group.shards}, and `devices` is {devices}: expected "
             f"{group.shards.num_shards}, because a block has the shares of all devices"
         )
-    return jax.ShapeDtypeStruct((devices * group.pages.block_elements,), group.dtype)
+    count = devices if parts is None else len(parts)
+    return jax.ShapeDtypeStruct((count * group.pages.block_elements,), group.dtype)
 
 
 def conversion_between(cache_layout: Layout, layout: Layout) -> Conversion | None:
@@ -82,8 +108,8 @@ def check_rows(name: str, rows: object, count: int, row: jax.ShapeDtypeStruct) -
         raise ValueError(f"{name} is {describe(rows)}: expected {row.dtype}[{count}, {row.shape[0]}], a row per key")
 
 
-def check_exchange(cache: KVCache, layout: Layout, devices: int = 1) -> None:
-    """ValueError unless `cache` has blocks of `layout`, divided over so many devices.
+def check_exchange(cache: KVCache, layout: Layout, devices: int, parts: Sequence[int]) -> None:
+    """ValueError unless `cache` has blocks of `layout`, divided over so many devices, with `parts` in this process.
 
     If `layout` is packed, `cache` may be a view of any group.
     """
@@ -100,6 +126,16 @@ def check_exchange(cache: KVCache, layout: Layout, devices: int = 1) -> None:
         raise ValueError(
             f"the blocks of `cache` are divided over {divided} devices, and those of the pool over {devices}: expected "
             f"a pool with `devices={divided}`"
+        )
+    check_parts("the pool", parts, cache)
+
+
+def check_parts(name: str, parts: Sequence[int], cache: KVCache) -> None:
+    """ValueError unless these are the parts of a cache which devices of this process have."""
+    if (own := parts_of(cache)) != tuple(parts):
+        raise ValueError(
+            f"{name} has the parts {tuple(parts)} of {devices_of(cache)}, and the devices of this process have {own}: "
+            f"expected `parts={own}` (the model's `cache_parts`)"
         )
 
 

@@ -1,11 +1,13 @@
 """Blocks of caches on one or several devices as rows of one array, read and written by compiled programs."""
 
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import Implementations
@@ -16,6 +18,51 @@ from jaxkv_kernels.addressing import one_array
 def devices_of(cache: KVCache) -> int:
     """Over how many devices the blocks of a cache are divided: 1 also for a cache that several devices have whole."""
     return one_array(cache.buffer).size // cache.layout.size
+
+
+def parts_of(cache: KVCache) -> tuple[int, ...]:
+    """Which of the parts of a cache, of which there are `devices_of(cache)`, devices of this process have."""
+    if one_array(cache.buffer).is_fully_addressable:
+        return tuple(range(devices_of(cache)))
+    return tuple(part for part, _ in _addressable(cache))
+
+
+def addressable_part(cache: KVCache) -> KVCache:
+    """The parts of a cache that devices of this process have, as a cache on these devices alone, without a copy.
+
+    Each process can run programs of its own on such a part, and replace it by `with_part`.  A cache that no other
+    process has a part of is returned as it is.
+    """
+    if one_array(cache.buffer).is_fully_addressable:
+        return cache
+    parts = [arrays for _, arrays in _addressable(cache)]
+    if len({len(arrays) for arrays in parts}) > 1:
+        raise ValueError(
+            f"devices of this process have the parts {parts_of(cache)} of `cache` {[*map(len, parts)]} times: expected "
+            "a mesh in which a process has each of its parts equally often"
+        )
+    mesh = Mesh(np.asarray([[array.device for array in arrays] for arrays in parts]), ("parts", "replicas"))
+    sharding = NamedSharding(mesh, PartitionSpec("parts"))
+    arrays = [array for arrays in parts for array in arrays]
+    size = len(parts) * cache.layout.size
+    return KVCache(jax.make_array_from_single_device_arrays((size,), sharding, arrays), cache.layout)
+
+
+def with_part(cache: KVCache, part: KVCache) -> KVCache:
+    """A cache whose `addressable_part` is `part`, without a copy; that of `cache` has been donated."""
+    whole, own = one_array(cache.buffer), one_array(part.buffer)
+    if len(whole.sharding.device_set) == len(own.sharding.device_set):
+        return part
+    arrays = [shard.data for shard in own.addressable_shards]
+    return KVCache(jax.make_array_from_single_device_arrays(whole.shape, whole.sharding, arrays), cache.layout)
+
+
+def _addressable(cache: KVCache) -> list[tuple[int, list[jax.Array]]]:
+    """The parts that devices of this process have, in order, each with its arrays, one per device."""
+    found = defaultdict[int, list[jax.Array]](list)
+    for shard in one_array(cache.buffer).addressable_shards:
+        found[(shard.index[0].start or 0) // cache.layout.size].append(shard.data)
+    return sorted(found.items())
 
 
 def rows_sharding(sharding: Sharding) -> Sharding:

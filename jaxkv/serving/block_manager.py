@@ -1,7 +1,7 @@
 """`BlockManager`: the blocks that requests hold, and what these contain."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import jax
@@ -47,6 +47,8 @@ class BlockManager:
         """The most tokens of a request, rounded up to blocks."""
         self.loads: dict[Request, Load] = {}
         """The loads of the prefixes of running requests."""
+        self._next: tuple[Request, Container[bytes]] | None = None
+        """The request that joins next, and which of its blocks can be loaded; None before they are looked up."""
         self._partial = partial_table(self.tables)
         self._keys = keys
         self._copy = copy
@@ -63,7 +65,10 @@ class BlockManager:
 
     def prefix(self, request: Request, running: Sequence[Request]) -> Prefix:
         """The longest cached prefix of a request that waits."""
-        prefix = Prefix.of(request, running, self.tables, self.pool, self.tiers)
+        if self._next is None or self._next[0] is not request:
+            keys = [key for table in self.tables for key in request.keys_of(table.name)]
+            self._next = request, self.tiers.blocks_of(keys)
+        prefix = Prefix.of(request, running, self.tables, self.pool, self._next[1])
         if self.loads and not prefix.awaited:
             loading = set[bytes]().union(*(load.contents for load in self.loads.values()))
             if not loading.isdisjoint(key for key, _ in self._offloaded(request, prefix)):
@@ -131,6 +136,7 @@ class BlockManager:
 
     def allocate(self, request: Request, prefix: Prefix) -> None:
         """Gives a request, which has a place, the blocks of its prefix, and free ones for those that must be loaded."""
+        self._next = None
         for block in prefix.on_device:  # first, so that none of them is evicted
             self.pool.share(block)
         for name, blocks in prefix.blocks.items():
@@ -213,7 +219,7 @@ class BlockManager:
         cache = self.tiers.advance(cache, self.loads.values(), timeout=timeout)
         ended = {}
         for request, load in list(self.loads.items()):
-            if load.has_failed or not load.missing:
+            if load.has_failed or load.is_done:
                 ended[request] = 0 if load.has_failed else self._loaded(request, load)
                 self._end_load(request)
         return cache, ended
@@ -258,6 +264,7 @@ class BlockManager:
 
     def clear(self) -> None:
         """Empties the block tables and ends all loads, without freeing blocks."""
+        self._next = None
         for request in list(self.loads):
             self._end_load(request)
         for table in self.arrays.values():

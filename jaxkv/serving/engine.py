@@ -102,14 +102,16 @@ class Engine(EngineBase):
         chunks, and those in which nothing decodes, are not affected.  Default: no bound.
       connectors: where blocks are also offered and found, such as a `HostPool`, in the order of the search.
         Each must be made for `model.layout(n, block_size, order)` with any number n of blocks, and may outlive the
-        engine.
+        engine.  If the model is on devices of several processes, the engine of each process has a `HostPool` of its
+        own, and others are rejected; a block is found if all processes have it.
       drafts: how the next tokens are drafted, by `MTP` or `NGram`, so that a step may add several tokens to a request;
         default not at all.
 
     Raises:
-      ValueError: an argument is out of range; a connector was made for another layout or number of devices; the model
-        is data parallel (use `Replicas`), or cannot draft as `drafts` says; or its cache has tables that are not
-        supported, with `drafts` several or other than those of entries that requests keep.
+      ValueError: an argument is out of range; a connector was made for another layout or number of devices, or is not
+        a `HostPool` although the model is on devices of several processes; the model is data parallel (use `Replicas`),
+        or cannot draft as `drafts` says; or its cache has tables that are not supported, with `drafts` several or other
+        than those of entries that requests keep.
     """
 
     def __init__(
@@ -484,6 +486,7 @@ class Engine(EngineBase):
 
     @override
     def _restore(self):
+        self.tiers.leave_others()
         # The tokens that were read are right, and everything else follows from them: requests are recomputed when they
         # join again.  The cache is made again even if no program has donated it, because a program that failed after
         # it was launched may have computed it.

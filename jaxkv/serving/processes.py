@@ -1,11 +1,7 @@
-"""One model over several processes: `Leader` serves in process 0, and `follow` repeats what it does in the others.
-
-With `Exchange`, processes that have requests of their own agree on their common steps.
-"""
+"""One model over several processes: `Leader` serves in process 0, and `follow` repeats what it does in the others."""
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict
 from itertools import count
 from typing import Any, Unpack, override
@@ -15,30 +11,11 @@ import jax
 from jaxkv.models.sampling import Sampling
 from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.engine import Engine
+from jaxkv.serving.exchange import Store, together
 from jaxkv.serving.request import Request, RequestOptions
 
-WAIT_MS = 10_000
-"""How long a follower waits for a message at a time.  It waits again and again."""
 KEPT = 1000
 """The last messages that are kept.  A follower is never so far behind, because steps wait for all processes."""
-
-TOGETHER = "this process serves a model together with others: if one of them has ended, start all of them again"
-"""What is added to an error in a step."""
-
-LEFT = "left"
-"""The value of a process that takes part in no further exchange."""
-
-_numbers = count()
-"""Counts leaders in process 0, calls of `follow` in the others, and `Exchange` in all: equal numbers share messages."""
-
-
-@contextmanager
-def _together() -> Iterator[None]:
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        error.add_note(TOGETHER)
-        raise
 
 
 class Leader(EngineBase):
@@ -46,7 +23,8 @@ class Leader(EngineBase):
 
     All processes call `jax.distributed.initialize`, load the model on one mesh and make the same `Engine`.  Process 0
     then makes a Leader of its engine and uses it like an engine, also in an `AsyncEngine`; the others call
-    `follow(engine)`.  Each step runs in all processes, with the same requests.
+    `follow(engine)`.  Each step runs in all processes, with the same requests.  Each process may give its engine a
+    `HostPool` of its own (`model.cache_parts`): a request finds the blocks that all processes have.
 
     As everywhere in JAX, all processes end if one does: the others end with an error, at the latest about
     `heartbeat_timeout_seconds` of `jax.distributed.initialize` later (100 by default; 20 is enough for processes of one
@@ -57,8 +35,8 @@ class Leader(EngineBase):
       engine: of process 0.
 
     Raises:
-      ValueError: this is not process 0, there is only one, or the engine has requests, connectors or a
-        `max_time_between_tokens`.  Processes would have to agree on when a block has arrived, and on times.
+      ValueError: this is not process 0, there is only one, or the engine has requests, a `max_time_between_tokens`, or
+        connectors although its model is on devices of this process alone.  Processes would have to agree on times.
     """
 
     def __init__(self, engine: Engine):
@@ -125,7 +103,7 @@ class Leader(EngineBase):
     @override
     def _step(self):
         if self._new or self.unfinished:  # else messages would be sent without end
-            with _together():
+            with together():
                 self._send(["step"])
                 self.engine._step()
 
@@ -133,6 +111,7 @@ class Leader(EngineBase):
     def _restore(self):
         self._new = []
         self._send(["fail"])
+        self.engine.tiers.leave_others()
         raise RuntimeError("one of several processes cannot be restored without the others")
 
     @override
@@ -144,7 +123,7 @@ class Leader(EngineBase):
         self._messages.send(json.dumps(message))
 
 
-@_together()
+@together()
 def follow(engine: Engine) -> None:
     """Repeats what the `Leader` of process 0 does, until that is closed.
 
@@ -186,36 +165,11 @@ def follow(engine: Engine) -> None:
         requests = {number: request for number, request in requests.items() if request.finish_reason is None}
 
 
-class _Store:
-    """The key-value store of `jax.distributed`, for the processes of one engine."""
-
-    def __init__(self):
-        from jax._src import distributed  # JAX has no public name for its store
-
-        self._client: Any = distributed.global_state.client
-        self._prefix = f"jaxkv/serving/{next(_numbers)}"
-
-    def set(self, key: str, message: str) -> None:
-        self._client.key_value_set(f"{self._prefix}/{key}", message, allow_overwrite=True)
-
-    def delete(self, key: str) -> None:
-        self._client.key_value_delete(f"{self._prefix}/{key}")
-
-    def wait_for(self, key: str) -> str:
-        """The message; JaxRuntimeError if process 0 ends, which has the store."""
-        while True:
-            try:
-                return self._client.blocking_key_value_get(f"{self._prefix}/{key}", WAIT_MS)
-            except jax.errors.JaxRuntimeError as error:
-                if "DEADLINE_EXCEEDED" not in str(error):
-                    raise
-
-
 class _Messages:
     """Messages of process 0 to all others, in order."""
 
     def __init__(self):
-        self._store, self._sent = _Store(), count()
+        self._store, self._sent = Store(), count()
 
     def send(self, message: str) -> None:
         number = next(self._sent)
@@ -226,39 +180,6 @@ class _Messages:
     def received(self) -> Iterator[str]:
         for number in count():
             yield self._store.wait_for(str(number))
-
-
-class Exchange:
-    """Exchanges a value of each process with all others, once per step.  Every process takes part in every exchange."""
-
-    def __init__(self):
-        self._store, self._number = _Store(), 0
-
-    @_together()
-    def all_gather(self, value: Any) -> list[Any]:
-        """The values of all processes, in their order; anything that JSON can have.
-
-        Raises:
-          RuntimeError: another process has left.
-          JaxRuntimeError: process 0 has ended.
-        """
-        own, number = jax.process_index(), self._number
-        self._store.set(f"{number}/{own}", json.dumps(value))
-        values = [
-            value if process == own else json.loads(self._store.wait_for(f"{number}/{process}"))
-            for process in range(jax.process_count())
-        ]
-        if number:
-            self._store.delete(f"{number - 1}/{own}")  # all take part in this exchange, and have read the last one
-        self._number += 1
-        if LEFT in values:
-            raise RuntimeError(f"process {values.index(LEFT)} has ended its engine because of an exception: {TOGETHER}")
-        return values
-
-    def leave(self) -> None:
-        """Makes the next exchange of all others fail, or the one after it if they are in one that this process left."""
-        for number in (self._number, self._number + 1):
-            self._store.set(f"{number}/{jax.process_index()}", json.dumps(LEFT))
 
 
 def _ready(engine: Engine) -> list[list[int]]:
@@ -297,8 +218,11 @@ def _check(engine: Engine) -> None:
     """ValueError unless several processes can step engines like this one together."""
     if jax.process_count() == 1:
         raise ValueError("there is one process: expected several, after `jax.distributed.initialize`")
-    if engine.tiers.has_connectors:
-        raise ValueError("`engine` has connectors: expected none, because processes may get blocks at different steps")
+    if engine.tiers.has_connectors and engine.tiers.exchange is None:
+        raise ValueError(
+            "`engine` has connectors, and a model on devices of this process alone: expected no connectors, or a model "
+            "on devices of all processes"
+        )
     if engine.step_times is not None:
         raise ValueError(
             "`engine` has a `max_time_between_tokens`: expected none, because processes measure different times and "

@@ -19,7 +19,7 @@ from jaxkv.models.parallel.expert import DataExpertParallel
 from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.buckets import Shape
 from jaxkv.serving.engine import Engine, described
-from jaxkv.serving.processes import Exchange
+from jaxkv.serving.exchange import Exchange
 from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, RequestOptions
 from jaxkv.serving.stats import EngineStats

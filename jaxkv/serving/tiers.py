@@ -2,9 +2,11 @@
 
 import logging
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
+import jax
 import numpy as np
 
 from jaxkv.cache import KVCache
@@ -14,8 +16,9 @@ from jaxkv.layout.packed import PackedLayout
 from jaxkv.offload.connector import Arrival, Connector, Pull
 from jaxkv.offload.events import BlockEvents
 from jaxkv.offload.host import HostPool
-from jaxkv.offload.transfers import SKIPPED, check_rows, in_powers_of_two, row_of
-from jaxkv.ops.rows import devices_of, write_rows
+from jaxkv.offload.transfers import SKIPPED, check_parts, check_rows, in_powers_of_two, row_of
+from jaxkv.ops.rows import addressable_part, devices_of, parts_of, with_part, write_rows
+from jaxkv.serving.exchange import Exchange
 from jaxkv_kernels.addressing import one_array
 
 _log = logging.getLogger("jaxkv")
@@ -64,9 +67,12 @@ class Load:
     def __init__(self, contents: Mapping[bytes, int]):
         self.contents = dict(contents)
         self.missing = set(contents)
-        """Keys of the blocks that have not been written to the cache."""
+        """Keys of the blocks that have not been written to the cache, or to the part of it that this process has."""
         self.pulls: list[OpenPull] = []
         self.has_failed = False
+        """Whether it has failed, in any process."""
+        self.is_done = False
+        """Whether all blocks have been written to the cache, in all processes."""
 
     def cancel(self) -> None:
         """Ends the load.  What it has not written to the cache by now is never written."""
@@ -74,8 +80,34 @@ class Load:
             self.pulls.pop().release()
 
 
+class BlocksOfAll(Container[bytes]):
+    """Blocks that the connectors of all processes have.  The first look-up exchanges what each of them has.
+
+    Args:
+      keys: the keys that may be looked up, the same blocks in all processes.
+      own: those that this process has.
+      exchange: that of the processes.
+    """
+
+    def __init__(self, keys: Sequence[bytes], own: Container[bytes], exchange: Exchange):
+        self._keys, self._own, self._exchange = tuple(keys), own, exchange
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._found
+
+    @cached_property
+    def _found(self) -> set[bytes]:
+        every = self._exchange.all_gather("".join("01"[key in self._own] for key in self._keys))
+        return {key for key, *each in zip(self._keys, *every, strict=True) if "0" not in each}
+
+
 class Tiers:
     """The connectors of an engine, in the order in which blocks are looked up.
+
+    If the cache is on devices of several processes, each process stores and loads its part of the blocks, by a host
+    pool of its own.  Which blocks a pool has depends on its size, on when transfers and writes to disk are complete,
+    and on what happens to files.  Processes therefore agree on which blocks a request finds, and on whether a load has
+    failed or is done.  Everything else that they decide follows from that and from the requests.
 
     Args:
       connectors: the connectors.
@@ -84,7 +116,8 @@ class Tiers:
       implementation: of the operation that writes blocks to the cache.
 
     Raises:
-      ValueError: a connector cannot exchange blocks with the cache.
+      ValueError: a connector cannot exchange blocks with the cache; or the cache is on devices of several processes,
+        and a connector is not a host pool, or other processes have no part of the cache.
     """
 
     def __init__(
@@ -100,7 +133,17 @@ class Tiers:
         self.failures = 0
         for n, connector in enumerate(self._connectors):
             _check(f"connectors[{n}]", connector, cache, layout)
-        self._row = row_of(layout, devices_of(cache))
+        self._row = row_of(layout, devices_of(cache), parts_of(cache))
+        self.exchange: Exchange | None = None
+        """By which processes agree, if there are several."""
+        if connectors and (processes := _processes_of(cache)) > 1:
+            if processes < jax.process_count():
+                raise ValueError(
+                    f"`connectors` are given, and the cache is on devices of {processes} of {jax.process_count()} "
+                    "processes: expected a model on devices of all processes, as they agree on what is loaded"
+                )
+            addressable_part(cache)  # ValueError if the mesh is not supported
+            self.exchange = Exchange()
 
     @property
     def has_connectors(self) -> bool:
@@ -127,6 +170,14 @@ class Tiers:
             self._failed("were not looked up", 1, error)
             return False
 
+    def blocks_of(self, keys: Sequence[bytes]) -> Container[bytes]:
+        """Those of these blocks that can be loaded.
+
+        With several processes, the result remains what they had at the first look-up, so that a request which waits for
+        long costs one exchange.  The load fails if one of them has lost a block by then.
+        """
+        return self if self.exchange is None else BlocksOfAll(keys, self, self.exchange)
+
     def offer(self, cache: KVCache, contents: Mapping[bytes, int]) -> None:
         """Offers blocks of the cache, given by key, to the connectors that do not have them."""
         for connector in self._connectors if contents else ():
@@ -140,10 +191,11 @@ class Tiers:
     def begin(self, load: Load, cache: KVCache) -> None:
         """Begins to load blocks into the cache, which `advance` continues."""
         left = dict.fromkeys(load.contents)
+        sharding = one_array(addressable_part(cache).buffer).sharding
         try:
             for connector in self._connectors:
                 if keys := [key for key in left if key in connector]:
-                    pull = connector.pull(keys, one_array(cache.buffer).sharding)
+                    pull = connector.pull(keys, sharding)
                     load.pulls.append(OpenPull(connector, pull, set(keys)))
                     for key in keys:
                         del left[key]
@@ -153,7 +205,7 @@ class Tiers:
             self._load_failed(load, error)
 
     def advance(self, cache: KVCache, loads: Collection[Load], *, timeout: float) -> KVCache:
-        """Writes to the cache what has arrived for loads, and sets `has_failed` of those that failed.
+        """Writes to the cache what has arrived for loads, and sets `has_failed` or `is_done` of those that have ended.
 
         Args:
           cache: the cache; it is donated.
@@ -163,13 +215,28 @@ class Tiers:
         Returns:
           The cache.  The contents of the blocks of loads that failed are undefined.
         """
+        if not loads:
+            return cache
         arrived = {load: self._poll(load, 0) for load in loads}
         awaited = next((load for load in loads if not load.has_failed), None)
         if timeout and awaited is not None and not any(arrived.values()):
             arrived[awaited] = self._poll(awaited, timeout)
+        part = addressable_part(cache)
         for load, arrivals in arrived.items():
-            cache = self._write(cache, load, arrivals)
-        return cache
+            part = self._write(part, load, arrivals)
+        self._agree(loads)
+        return with_part(cache, part)
+
+    def _agree(self, loads: Collection[Load]) -> None:
+        """Has loads fail that have failed in any process, and be done if they are done in all."""
+        own = [None if load.has_failed else not load.missing for load in loads]
+        every = [own] if self.exchange is None else self.exchange.all_gather(own)
+        for load, *states in zip(loads, *every, strict=True):
+            load.is_done = all(states)
+            if None in states and not load.has_failed:
+                load.has_failed = True
+                error = RuntimeError(f"process {states.index(None)} could not load them")
+                self._failed("were not loaded; they are computed instead", len(load.contents), error)
 
     def _poll(self, load: Load, timeout: float) -> list[Arrival]:
         """What has arrived for a load.  Releases the pulls that are complete."""
@@ -203,6 +270,12 @@ class Tiers:
             self._load_failed(load, error)
         return cache
 
+    def leave_others(self) -> None:
+        """RuntimeError if other processes load blocks together with this one, after an exception in a step."""
+        if self.exchange is not None:
+            self.exchange.leave()
+            raise RuntimeError("one of several processes cannot be restored without the others")
+
     def drop_failed_offers(self) -> None:
         """Removes from connectors what a failed program has computed."""
         for connector in self._connectors:
@@ -220,6 +293,11 @@ class Tiers:
     def _failed(self, what: str, count: int, error: Exception) -> None:
         self.failures += 1
         _log.warning("%d blocks %s: %s: %s", count, what, type(error).__name__, error)
+
+
+def _processes_of(cache: KVCache) -> int:
+    """The number of processes whose devices have the cache."""
+    return len({device.process_index for device in one_array(cache.buffer).sharding.device_set})
 
 
 def _check(name: str, connector: Connector, cache: KVCache, layout: CacheLayout | PackedLayout) -> None:
@@ -244,3 +322,10 @@ def _check(name: str, connector: Connector, cache: KVCache, layout: CacheLayout 
             f"`{name}` has blocks that are divided over {connector.devices} devices: expected `devices={devices}` (the "
             "model's `cache_devices`), as those of the cache"
         )
+    if _processes_of(cache) > 1 and not isinstance(connector, HostPool):
+        raise ValueError(
+            f"`{name}` is a {type(connector).__name__}, and the cache is on devices of several processes: expected a "
+            "HostPool, one in each process"
+        )
+    if isinstance(connector, HostPool):
+        check_parts(f"`{name}`", connector.parts, cache)

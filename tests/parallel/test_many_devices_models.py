@@ -1,5 +1,6 @@
 """Models and the engine on several devices: the tokens are Hugging Face's, whatever the devices divide."""
 
+import shutil
 import threading
 from dataclasses import replace
 from functools import cache, partial
@@ -503,3 +504,46 @@ def test_connectors_of_another_number_of_devices_are_rejected(tmp_path):
     shares = load(SMALL, context(2, 8)).layout(4, BLOCK)
     with pytest.raises(ValueError, match="`devices` is 3: expected 2, because a block has the shares of all devices"):
         HostPool(shares, 4, devices=3)
+
+
+def test_pools_with_other_parts_than_those_of_this_process_are_rejected(tmp_path):
+    model = load("llama", tensor(2))
+    layout = model.layout(4, BLOCK)
+    assert model.cache_parts == (0, 1)
+    assert load(SMALL, tensor(2)).cache_parts == load(SMALL).cache_parts == (0,)
+    pool = HostPool(layout, 4, devices=2, parts=[1])
+    assert pool.row.size * 2 == HostPool(layout, 4, devices=2, parts=model.cache_parts).row.size
+    wrong = r"has the parts \(1,\) of 2, and the devices of this process have \(0, 1\): expected `parts=\(0, 1\)`"
+    with pytest.raises(ValueError, match=f"the pool {wrong}"):
+        pool.store(model.cache(4, BLOCK), [0], [b"key"])
+    with pytest.raises(ValueError, match=rf"`connectors\[0\]` {wrong}"):
+        serving.Engine(model, num_blocks=4, block_size=BLOCK, connectors=[pool])
+    disk = DiskPool(tmp_path, layout, model="llama", devices=2, parts=[0])
+    with pytest.raises(ValueError, match=r"`disk` has the parts \(0,\) of blocks: expected \(1,\), `parts`"):
+        HostPool(layout, 4, disk=disk, devices=2, parts=[1])
+    for parts in ([], [2], [-1], [1, 0], [0, 0], ["0"]):
+        for make in (partial(HostPool, layout, 4), partial(DiskPool, tmp_path, layout, model="llama")):
+            with pytest.raises(ValueError, match=r"^`parts` is .* and `devices` 2: expected one or more of the parts"):
+                make(devices=2, parts=parts)
+
+
+def test_files_with_other_parts_of_a_block_are_absent(tmp_path):
+    layout = load("llama", tensor(2)).layout(4, BLOCK)
+
+    def disk(**parts):
+        return DiskPool(tmp_path, layout, model="llama", **parts)
+
+    first = disk(devices=2, parts=[0])
+    row = np.zeros(HostPool(layout, 1, devices=2, parts=[0]).row.shape, load("llama").layout(1).dtype)
+    first.store(b"key", row)
+    others = [disk(devices=2, parts=[1]), disk(devices=4, parts=[0]), disk(), disk(devices=2)]
+    assert len({pool.file(b"key") for pool in (first, *others)}) == 4  # the last two have all parts of the layout
+    for other in others:
+        assert b"key" not in other
+        shutil.copy(first.file(b"key"), other.file(b"key"))
+        reopened = disk(devices=other.devices, parts=other.parts)
+        assert b"key" in reopened
+        with pytest.raises(KeyError):
+            reopened.load(b"key")
+    assert b"key" in disk(devices=2, parts=[0])
+    assert HostPool(layout, 1, devices=2, parts=[0]).fingerprint != HostPool(layout, 1, devices=2).fingerprint

@@ -1,19 +1,25 @@
-"""`Leader` and `follow`, with an engine for each of two processes in one; `tests/parallel/two_processes.py` has two."""
+"""`Leader` and `follow`, and what processes agree on, with an engine for each of two processes in one.
+
+`tests/parallel/two_processes.py` and `pools_of_processes.py` have two.
+"""
 
 import time
 from concurrent.futures import ThreadPoolExecutor
 from queue import Queue
+from random import Random
 from threading import current_thread
 
 import jax
 import numpy as np
 import pytest
 
+from jaxkv import offload
 from jaxkv.models.sampling import Sampling
 from jaxkv.serving import Leader, follow, processes
-from jaxkv.serving.processes import Exchange
-from serving import serving_process
-from serving.toy_engines import engine, host_pool, right
+from jaxkv.serving.exchange import TOGETHER, Exchange
+from serving import pools_of_processes, serving_process
+from serving.toy_engines import BLOCK, MODEL, engine, host_pool, right
+from support.cases import further, slow
 from support.jobs import job
 from support.toy_model import prompt
 
@@ -143,7 +149,10 @@ def test_engines_with_other_programs(process):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: engine(connectors=[host_pool()]), "`engine` has connectors: expected none"),
+        (
+            lambda: engine(connectors=[host_pool()]),
+            "`engine` has connectors, and a model on devices of this process alone: expected no connectors",
+        ),
         (lambda: engine(max_time_between_tokens=0.1), "`engine` has a `max_time_between_tokens`: expected none"),
         (lambda: started(engine()), "`engine` has 1 requests that have not ended: expected none"),
     ],
@@ -181,7 +190,7 @@ def test_both_processes_end_if_one_is_killed(killed):
         both[killed].kill()
         output, _ = other.communicate(timeout=30)
     assert other.returncode != 0
-    assert processes.TOGETHER in output or "another task died" in output  # from JAX, which may end the process first
+    assert TOGETHER in output or "another task died" in output  # from JAX, which may end the process first
 
 
 class Store(dict):
@@ -190,7 +199,9 @@ class Store(dict):
     set, delete = dict.__setitem__, dict.__delitem__
 
     def wait_for(self, key):
+        end = time.monotonic() + 30
         while key not in self:
+            assert time.monotonic() < end, f"nobody has sent {key}"
             time.sleep(0.001)
         return self[key]
 
@@ -199,7 +210,7 @@ class Store(dict):
 def exchange(monkeypatch):
     """The `Exchange` of two processes, which are threads that have the processes' names."""
     store = Store()
-    monkeypatch.setattr(processes, "_Store", lambda: store)
+    monkeypatch.setattr("jaxkv.serving.exchange.Store", lambda: store)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(jax, "process_index", lambda: int(current_thread().name[0]))
     with ThreadPoolExecutor(1, "0") as first, ThreadPoolExecutor(1, "1") as second:
@@ -230,3 +241,143 @@ def test_a_process_that_leaves_ends_the_others(waits, exchange):
     second("leave").result()
     with pytest.raises(RuntimeError, match="process 1 has ended its engine because of an exception"):
         (waiting or first("all_gather", 3)).result()
+
+
+class Unreliable(offload.Connector):
+    """Has blocks in memory, and at random forgets them, loses them, or brings them late."""
+
+    def __init__(self, rng):
+        self.layout, self.rng, self.rows, self.pulled = MODEL.layout(1, BLOCK), rng, {}, 0
+
+    def __contains__(self, key):
+        return key in self.rows and self.rng.random() < 0.9
+
+    def offer(self, cache, blocks, keys):
+        if self.rng.random() < 0.1:
+            raise OSError("injected")
+        self.rows |= zip(keys, np.asarray(offload.read_rows(cache, blocks)), strict=True)
+
+    def pull(self, keys, sharding):
+        return Late(self, [(key, self.rows[key]) for key in keys])
+
+
+class Late(offload.Pull):
+    def __init__(self, connector, found):
+        self.connector, self.found = connector, found
+
+    def poll(self, timeout):
+        if self.connector.rng.random() < 0.05:
+            raise OSError("injected")
+        count = self.connector.rng.randrange(3)
+        arrived, self.found = self.found[:count], self.found[count:]
+        self.connector.pulled += len(arrived)
+        return [offload.Arrival([key], row[None]) for key, row in arrived]
+
+    def release(self):
+        self.found = []
+
+
+def agreeing(*connectors, **sizes):
+    """The engine of a process, which agrees with the other one: as if each had a part of the cache."""
+    served = engine(connectors=connectors, **sizes)
+    served.tiers.exchange = Exchange()
+    return served
+
+
+@pytest.fixture
+def both(exchange):
+    """Calls a function of a process's number in both, at the same time; returns the results."""
+    with ThreadPoolExecutor(1, "0") as first, ThreadPoolExecutor(1, "1") as second:
+        yield lambda function: [
+            call.result() for call in [pool.submit(function, number) for number, pool in enumerate((first, second))]
+        ]
+
+
+@pytest.mark.parametrize("seed", [0, *map(further, (1, 2, 3)), *map(slow, range(4, 40))])
+def test_processes_agree_whatever_their_connectors_do(seed, both):
+    def serve(number):
+        script, connector = Random(seed), Unreliable(Random(f"{seed} {number}"))
+        served = agreeing(connector, num_blocks=8, max_requests=2, chunk=4)
+        requests, steps = [], []
+        while len(requests) < 30 or served.unfinished:
+            if len(requests) < 30 and script.random() < 0.2:
+                tokens = prompt(script.randrange(9, 17), script.randrange(3))
+                requests.append(served.submit(tokens, max_tokens=script.randrange(1, 9), priority=script.randrange(2)))
+            if served.unfinished and script.random() < 0.02:
+                served.cancel(script.choice(served.unfinished))
+            served.step()
+            steps.append([(request.number, request.place, request.cached) for request in served.unfinished])
+        assert connector.pulled
+        assert served.tiers.failures
+        assert served.pool.num_free == 8
+        for request in requests:
+            expected = right(request.prompt, request.max_tokens)
+            assert request.generated == expected[: len(request.generated)]
+            assert len(request.generated) == request.max_tokens or request.cancelled
+        return steps, [request.generated for request in requests], served.prefix_stats
+
+    first, second = both(serve)
+    assert first == second
+    assert first[2].loaded
+
+
+def test_only_steps_that_look_up_or_load_blocks_exchange_anything(both):
+    def serve(number):
+        served, counts = agreeing(host_pool(), num_blocks=4), []
+        for tokens in (prompt(9), prompt(9), prompt(9, 1), prompt(3), prompt(9)):
+            served.submit(tokens, max_tokens=4)
+            list(served.run())
+            counts.append(served.tiers.exchange._number)
+        assert served.prefix_stats.loaded == 8
+        return counts
+
+    first, second = both(serve)
+    assert first == second
+    computed, on_device, evicting, without_full_blocks, loaded = first
+    assert (computed, on_device, evicting, without_full_blocks) == (1, 1, 2, 2)
+    assert loaded > 3
+
+
+def test_an_exception_in_one_process_ends_the_load_of_the_other(both):
+    def serve(number):
+        served = agreeing(host_pool())
+        served.submit(prompt(9), max_tokens=4)
+        if number:
+            served.schedule = None
+        expected = "'NoneType' object is not callable" if number else "process 1 has ended its engine"
+        with pytest.raises((TypeError, RuntimeError), match=expected):
+            served.step()
+        with pytest.raises(RuntimeError, match="one of several processes cannot be restored without the others"):
+            served.step()
+        return len(served.waiting)
+
+    assert both(serve) == [1, 1]
+
+
+def test_an_exception_of_the_leader_ends_a_follower_that_waits(both, monkeypatch):
+    monkeypatch.setattr(processes, "_Messages", Messages)
+    monkeypatch.setattr(Messages, "queue", Queue())
+
+    def serve(number):
+        served = agreeing(host_pool())
+        if number:
+            with pytest.raises(RuntimeError, match="process 0 has ended its engine because of an exception"):
+                follow(served)
+            return
+        leader = Leader(served)
+        leader.submit(prompt(9), max_tokens=4)
+        served.schedule = None
+        with pytest.raises(TypeError):
+            leader.step()
+
+    both(serve)
+
+
+@pytest.mark.slow
+def test_each_of_two_processes_loads_its_part(tmp_path):
+    script = pools_of_processes.__file__
+    with job(lambda address, number: [script, address, str(number), str(tmp_path)]) as processes:
+        outputs = [process.communicate(timeout=500)[0] for process in processes]
+    for process, output in zip(processes, outputs, strict=True):
+        assert process.returncode == 0, output
+        assert "equal" in output.splitlines(), output

@@ -61,6 +61,10 @@ class Parallel(ABC):
         """Over how many devices a cache is divided, of which each has a part with this layout."""
         return 1
 
+    def cache_parts(self, layout: CacheLayout) -> tuple[int, ...]:
+        """Which of these parts devices of this process have."""
+        return (0,)
+
     @property
     def block_unit(self) -> int:
         """The size of blocks must be a multiple of this number of tokens."""
@@ -223,6 +227,12 @@ class OnMesh(Parallel):
     @override
     def cache_devices(self, layout):
         return self.num_devices if self.divides_cache(layout) else 1
+
+    @override
+    def cache_parts(self, layout):
+        sharding = NamedSharding(self.mesh, self._spec(self.divides_cache(layout)))
+        places = sharding.addressable_devices_indices_map((self.cache_devices(layout),)).values()
+        return tuple(sorted({place[0].start or 0 for place in places if place is not None}))
 
     @override
     def sharding(self, path, ndim):
