@@ -323,8 +323,8 @@ def _zeros(function: Callable[[], Any]):
     """Zeros of the shapes of `function()`, which vary over the mesh as its results do in `shard_map`."""
 
     def zeros(x):
-        axes = tuple(getattr(x, "vma", None) or ())
-        return lax.pcast(jnp.zeros(x.shape, x.dtype), axes, to="varying") if axes else jnp.zeros(x.shape, x.dtype)
+        made, varying = jnp.zeros(x.shape, x.dtype), getattr(x.manual_axis_type, "varying", ())
+        return lax.pcast(made, tuple(varying), to="varying") if varying else made
 
     return jax.tree.map(zeros, jax.eval_shape(function))
 
