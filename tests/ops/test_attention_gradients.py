@@ -9,9 +9,9 @@ import pytest
 
 import jaxkv
 from jaxkv import dispatch, masks
-from support import dense_gradients, oracle, scenes
+from support import dense_gradients, scenes
 from support.cases import FEW, further
-from support.dense_gradients import SCALE, Paged, dense, slots_of
+from support.dense_gradients import SCALE, Paged, dense, model_of, seen_slots, slots_of
 from support.opaque import Opaque
 
 BLOCK = 4
@@ -31,18 +31,9 @@ def layout_of(entry, name=None):
     return scenes.layouts(entry, **sizes)[name or "BLNHC"]
 
 
-def seen_by(counts, *, tables=TABLES, lengths=LENGTHS, tree_mask=None, **options):
-    """Which slots each of the last `counts` query tokens of the requests sees, bool [T, slots]."""
-    found = []
-    for b, (table, length, count) in enumerate(zip(tables, lengths, counts, strict=True)):
-        tree = None if tree_mask is None else tree_mask[b]
-        rows = np.zeros((count, SIZES["num_blocks"] * BLOCK), bool)
-        shown = oracle.seen_by_last(length, count, tree=tree, **options)
-        for position, slot in enumerate(slots_of(table, length, BLOCK)):
-            if 0 <= slot < rows.shape[1]:
-                rows[:, slot] |= shown[:, position]
-        found.append(rows)
-    return np.concatenate(found)
+def seen_by(counts, *, tables=TABLES, lengths=LENGTHS, **options):
+    """`seen_slots` of these requests."""
+    return seen_slots(tables, lengths, counts, block_size=BLOCK, slots=SIZES["num_blocks"] * BLOCK, **options)
 
 
 def queries(entry, *rows, heads=4):
@@ -50,21 +41,6 @@ def queries(entry, *rows, heads=4):
     rng = np.random.default_rng(5)
     sizes = entry.sizes if entry.one_head else entry.sizes[:1]
     return [rng.standard_normal((*rows, heads, size)).astype(entry.dtype) for size in sizes]
-
-
-def model_of(entry, seen, **options):
-    """The dense model of a call, whose arguments are arrays of queries, sinks if there are, and parts of entries."""
-    count = 2 if entry.one_head else 1
-
-    def model(*arrays):
-        qs, sinks, parts = arrays[:count], arrays[count:-2], arrays[-2:]
-        q, (k, v) = jnp.concatenate(qs, axis=-1), parts
-        if entry.one_head:
-            k, v = jnp.concatenate(parts, axis=-1), parts[0]
-        out, lse = dense(q.reshape(-1, *q.shape[-2:]), k, v, seen, **options, **dict(zip(("sinks",), sinks)))
-        return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
-
-    return model
 
 
 def check(entry, seen, floats, call, *, name=None, roundings=64, **options):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jaxkv
+from support import oracle
 from support.arrays import as_float64, on_device
 from support.compare import assert_close
 
@@ -60,6 +61,22 @@ def slots_of(tables, length: int, block_size: int) -> list[int]:
     return [int(tables[p // block_size]) * block_size + p % block_size for p in range(length)]
 
 
+def seen_slots(tables, lengths, counts, *, block_size: int, slots: int, tree_mask=None, **options) -> np.ndarray:
+    """Which slots each of the last `counts` [B] query tokens of the requests sees, bool [T, slots].
+
+    `tree_mask` and other options are those of `oracle.seen_by_last`.
+    """
+    found = []
+    for b, (table, length, count) in enumerate(zip(tables, lengths, counts, strict=True)):
+        shown = oracle.seen_by_last(length, count, tree=None if tree_mask is None else tree_mask[b], **options)
+        rows = np.zeros((count, slots), bool)
+        for position, slot in enumerate(slots_of(table, length, block_size)):
+            if 0 <= slot < slots:
+                rows[:, slot] |= shown[:, position]
+        found.append(rows)
+    return np.concatenate(found)
+
+
 def dense(q, k, v, seen, *, logit_cap=None, sinks=None):
     """out [T, Hq, Dv] and lse [T, Hq] of q [T, Hq, D] to k [S, H, D] and v [S, H, Dv]; lse is 0 where no key is seen."""
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
@@ -70,6 +87,21 @@ def dense(q, k, v, seen, *, logit_cap=None, sinks=None):
     lse = jnp.log(jnp.where(total == 0, 1, total))
     below = jnp.where(total == 0, 1, total) if sinks is None else total + jnp.exp(sinks)
     return jnp.einsum("ths,shv->thv", weights, v) / below[..., None], lse
+
+
+def model_of(entry, seen, **options):
+    """The dense model of a call, whose arguments are arrays of queries, sinks if there are, and parts of entries."""
+    count = 2 if entry.one_head else 1
+
+    def model(*arrays):
+        qs, sinks, parts = arrays[:count], arrays[count:-2], arrays[-2:]
+        q, (k, v) = jnp.concatenate(qs, axis=-1), parts
+        if entry.one_head:
+            k, v = jnp.concatenate(parts, axis=-1), parts[0]
+        out, lse = dense(q.reshape(-1, *q.shape[-2:]), k, v, seen, **options, **dict(zip(("sinks",), sinks)))
+        return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
+
+    return model
 
 
 def check(run, model, floats, paged: Paged, *, roundings: int) -> None:
