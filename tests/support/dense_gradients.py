@@ -78,7 +78,7 @@ def seen_slots(tables, lengths, counts, *, block_size: int, slots: int, tree_mas
 
 
 def dense(q, k, v, seen, *, logit_cap=None, sinks=None):
-    """out [T, Hq, Dv] and lse [T, Hq] of q [T, Hq, D] to k [S, H, D] and v [S, H, Dv]; lse is 0 where no key is seen."""
+    """out [T, Hq, Dv] and lse [T, Hq] of q [T, Hq, D] to k [S, H, D] and v [S, H, Dv]; lse is 0 if no key is seen."""
     k, v = (jnp.repeat(x, q.shape[1] // x.shape[1], axis=1) for x in (k, v))
     s = jnp.einsum("thd,shd->ths", q, k) * SCALE
     s = s if logit_cap is None else logit_cap * jnp.tanh(s / logit_cap)
@@ -98,7 +98,8 @@ def model_of(entry, seen, **options):
         q, (k, v) = jnp.concatenate(qs, axis=-1), parts
         if entry.one_head:
             k, v = jnp.concatenate(parts, axis=-1), parts[0]
-        out, lse = dense(q.reshape(-1, *q.shape[-2:]), k, v, seen, **options, **dict(zip(("sinks",), sinks)))
+        given = {"sinks": sinks[0]} if sinks else {}
+        out, lse = dense(q.reshape(-1, *q.shape[-2:]), k, v, seen, **options, **given)
         return out.reshape(*q.shape[:-1], -1), lse.reshape(q.shape[:-1])
 
     return model
@@ -108,7 +109,7 @@ def check(run, model, floats, paged: Paged, *, roundings: int) -> None:
     """Compares all gradients of `run(*floats, cache)` with those of `model(*floats, *parts)`.
 
     Both return (out, lse).  The gradients are those of a random linear function of both results.  `floats` are NumPy
-    arrays.  Forward mode must agree with reverse mode.
+    arrays.
     """
     cache = paged.cache
 

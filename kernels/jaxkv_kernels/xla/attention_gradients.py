@@ -15,9 +15,9 @@ Because L is log(sum_i exp(s_i)), the tangents of the results are linear in thos
 JAX transposes the scan.  A step keeps no scores for that: it computes those of its chunk again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -67,23 +67,23 @@ def differentiable(kernel: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
     def rule(primals, tangents):
         (call,), (moved,) = primals, tangents
-        results = attend(call)
-        # As for kernels, the user's program may have stricter rules than JAX's default ones.
+        # JAX may trace this later, when the user's program has stricter rules than JAX's default ones.
         with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+            results = attend(call)
             return results, _tangents(call, results, moved)
 
     attend.defjvp(rule, symbolic_zeros=True)
     return attend
 
 
-def _tangents(call: Attention, results, moved: Attention):
+def _tangents(call: Attention, results, moved: Any):
     """The tangents of `results` (out, lse, ...), if those of the call are `moved`."""
     out, lse, *rest = results
     parts = _parts(call)
     if not parts:  # no requests
         return jax.tree.map(jnp.zeros_like, results)
     found = [_sum_tangents(part, call, moved, results) for part in parts]
-    of_sums, of_weights = (sum(x).reshape(*lse.shape, -1) for x in zip(*found, strict=True))
+    of_sums, of_weights = (reduce(jnp.add, x).reshape(*lse.shape, -1) for x in zip(*found, strict=True))
     of_total = of_weights
     if isinstance(call, DecodeMLASparse) and call.sinks is not None:
         # `out` is multiplied by the share that sinks leave to the keys.
@@ -109,7 +109,7 @@ class _Part:
     """int32 [N, K]; keys at slots outside the cache are absent."""
     seen: Callable[[jax.Array], jax.Array]
     """Whether each query token sees the keys of these numbers [S], if they are in the cache: bool [N, Q, S]."""
-    operands: Callable[[Any, Any, jax.Array, jax.Array], tuple[jax.Array, jax.Array, jax.Array]]
+    operands: Callable[[Any, Any, jax.Array, jax.Array], Sequence[jax.Array]]
     """`operands(call, entry, rows, slots)` returns queries [N, Q, H, G, D], keys [N, S, H, D] and values [N, S, H, V],
     all in float32, if `rows` [N, S, heads, width] are the encoded entries at `slots` [N, S]."""
     absent_seen: bool = False
@@ -219,7 +219,7 @@ def _stored(entry, rows, slots, scales, dtype) -> list[jax.Array]:
     return [x.astype(jnp.float32) * factor for x, factor in zip(found, factors, strict=True)]
 
 
-def _expanded(call: PrefillMLA | PrefillKV) -> Callable[[Any, Any, jax.Array, jax.Array], Any]:
+def _expanded(call: PrefillMLA | PrefillKV) -> Callable[[Any, Any, jax.Array, jax.Array], Sequence[jax.Array]]:
     """The `operands` of prefills, whose entries are gathered in the queries' dtype."""
     dtype, kv_heads, precision = call.dtype, call.pages.num_heads, _precision(call.dtype)
 
@@ -246,10 +246,10 @@ def _precision(dtype) -> lax.Precision | None:
     return lax.Precision.HIGHEST if dtype == jnp.float32 else None
 
 
-def _sum_tangents(part: _Part, call: Attention, moved: Attention, results) -> tuple[jax.Array, jax.Array]:
+def _sum_tangents(part: _Part, call: Attention, moved: Any, results) -> tuple[jax.Array, jax.Array]:
     """The tangents of N [N, Q, H, G, V] and D [N, Q, H, G] over the keys of a part."""
     (out, lse, *_), cache, (sequences, keys) = results, part.of(call), part.slots.shape
-    size = max(min(keys, CHUNK_TOKENS, max(SCORES_BYTES // (4 * lse.size), LEAST_KEYS)), 1)
+    size = min(keys, CHUNK_TOKENS, max(SCORES_BYTES // (4 * lse.size), LEAST_KEYS))
     chunks = -(-keys // size)
     slots = jnp.pad(part.slots, ((0, 0), (0, chunks * size - keys)), constant_values=-1)
 
@@ -276,7 +276,8 @@ def _sum_tangents(part: _Part, call: Attention, moved: Attention, results) -> tu
         k, v = (jnp.where(present[:, :, None, None], x, 0) for x in (k, v))
         return _sums(q, k, v, shown, lse.reshape(q.shape[:-1]), given.scale, call.logit_cap, _precision(out.dtype))
 
-    def tangents(numbers, slots, values, changes, row_changes):
+    def tangents(chunk, values, changes):
+        numbers, slots, row_changes = chunk
         seen = part.seen(numbers)
 
         def compute():
@@ -294,14 +295,13 @@ def _sum_tangents(part: _Part, call: Attention, moved: Attention, results) -> tu
         return lax.cond(seen.any(), compute, lambda: _zeros(compute))
 
     def step(totals, chunk):
-        numbers, slots, row_changes = chunk
-        added = jax.checkpoint(tangents, prevent_cse=False)(numbers, slots, values, changes, row_changes)
+        added = jax.checkpoint(tangents, prevent_cse=False)(chunk, values, changes)
         return jax.tree.map(jnp.add, totals, added), None
 
     numbers = jnp.arange(chunks * size, dtype=jnp.int32).reshape(chunks, size)
-    xs = numbers, in_chunks(slots), row_changes
-    first = jax.tree.map(lambda x: x[0], xs)
-    return lax.scan(step, _zeros(lambda: tangents(*first[:2], values, changes, first[2])), xs)[0]
+    every_chunk = numbers, in_chunks(slots), row_changes
+    zeros = _zeros(lambda: tangents(jax.tree.map(lambda x: x[0], every_chunk), values, changes))
+    return lax.scan(step, zeros, every_chunk)[0]
 
 
 def _sums(q, k, v, shown, lse, scale, logit_cap: float | None, precision) -> tuple[jax.Array, jax.Array]:

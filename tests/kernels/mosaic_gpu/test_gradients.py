@@ -1,4 +1,4 @@
-"""Gradients of attention by Mosaic GPU kernels: a kernel interpreted, and the whole suite on a Hopper GPU (`-m gpu`)."""
+"""Gradients of attention by Mosaic GPU kernels: interpreted, and of each operation on a Hopper GPU (`-m gpu`)."""
 
 import pytest
 from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
