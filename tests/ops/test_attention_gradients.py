@@ -11,7 +11,7 @@ import pytest
 import jaxkv
 from jaxkv import dispatch, masks
 from support import dense_gradients, scenes
-from support.cases import FEW, further
+from support.cases import further
 from support.dense_gradients import SCALE, Paged, dense, model_of, seen_slots, slots_of
 from support.opaque import Opaque
 
@@ -21,6 +21,7 @@ MLA, KV = jaxkv.MLAEntry("f32", latent=8, rope=4), jaxkv.KVEntry("f32", head_dim
 SQUARE = jaxkv.KVEntry("f32", head_dim=8)
 TABLES, LENGTHS = np.asarray([[3, 1], [3, 6]], np.int32), (7, 6)
 """The requests share a block."""
+APART = "two arrays"
 TREE = np.stack([np.eye(3, dtype=bool), np.tri(3, dtype=bool)])
 
 
@@ -64,13 +65,16 @@ def decode(*arrays, layer=1, implementation="xla", tables=TABLES, lengths=LENGTH
 
 
 def layouts():
-    """Entries and names of layouts: numbers of 16 bits in each kind of layout, most of them further cases."""
-    for entry in (jaxkv.MLAEntry("bf16", 8, 8), jaxkv.KVEntry("bf16", 8, 8)):
+    """Entries of 16-bit numbers, and names of layouts: each kind of layout, most of them further cases."""
+    default = {
+        jaxkv.MLAEntry("bf16", 8, 8): ("gaps, offset",),
+        jaxkv.KVEntry("bf16", 8, 8): ("packed, bfloat16", APART),
+    }
+    for entry, chosen in default.items():
         apart = () if entry.one_head else scenes.APART
         for name in (*scenes.layout_names(entry), *apart):
             if name != "packed, uint8":  # a buffer of integers has no gradient
-                default = name in (*FEW, "packed, bfloat16", "two arrays")
-                yield pytest.param(entry, name, marks=() if default else pytest.mark.ci)
+                yield pytest.param(entry, name, marks=() if name in chosen else pytest.mark.ci)
 
 
 @pytest.mark.parametrize(("entry", "name"), [*layouts()])
@@ -273,6 +277,7 @@ def test_second_derivatives():
     assert_all_close(jax.jit(jax.grad(product, (0, 1)))(q, BUFFER), found)
 
 
+@pytest.mark.ci
 def test_a_scan():
     """Layers in a scan have the gradients of layers one after the other."""
 
@@ -299,6 +304,21 @@ def test_other_kernels_have_the_same_gradients(lengths, monkeypatch):
     assert_all_close(jax.jit(jax.grad(run, (0, 1)))(q, BUFFER), right)
     batched = jax.jit(jax.grad(lambda q: jax.vmap(run, (0, None))(q, BUFFER).sum()))(q[None])
     assert_all_close(batched[0], right[0])
+
+
+@pytest.mark.ci
+def test_scores_are_not_stored():
+    """In reverse mode, temporary memory does not grow with query tokens x keys."""
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=128, block_size=64, entry=jaxkv.KVEntry("bf16", 16))
+    q = jax.ShapeDtypeStruct((1, 512, 4, 16), jnp.bfloat16)
+
+    def loss(q, buffer):
+        out, _ = decode(q, jaxkv.KVCache(buffer, layout), layer=0, tables=np.arange(128)[None], lengths=(8192,))
+        return out.astype(jnp.float32).sum()
+
+    derive = jax.jit(jax.grad(loss, (0, 1)))
+    memory = derive.lower(q, jax.ShapeDtypeStruct((layout.size,), layout.dtype)).compile().memory_analysis()
+    assert memory.temp_size_in_bytes < 512 * 4 * 8192 * 4  # the float32 scores of all keys
 
 
 @pytest.mark.parametrize("attend", [prefill_kv, further(decode)])

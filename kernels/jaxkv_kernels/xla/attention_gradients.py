@@ -42,6 +42,7 @@ from jaxkv_kernels.scores import CHUNK_TOKENS, capped
 from jaxkv_kernels.xla.attention import per_token
 from jaxkv_kernels.xla.expanded import LEAST_KEYS, SCORES_BYTES, owners
 from jaxkv_kernels.xla.paged import query_ranges
+from jaxkv_kernels.xla.softmax import sums_of_seen
 from jaxkv_kernels.xla.sparse import used_slots
 from jaxkv_kernels.xla.visible import Visible
 
@@ -316,7 +317,7 @@ def _sums(q, k, v, shown, lse, scale, logit_cap: float | None, precision) -> tup
     if logit_cap is not None:
         scores = capped(scores, logit_cap)
     weights = jnp.exp(jnp.where(shown[:, :, None, None], scores, -jnp.inf) - lse[..., None])
-    return jnp.einsum("bqhgs,bshv->bqhgv", weights, v, precision=precision), weights.sum(axis=-1)
+    return sums_of_seen(weights, v, shown, precision), weights.sum(axis=-1)
 
 
 def _zeros(function: Callable[[], Any]):
