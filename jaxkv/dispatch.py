@@ -15,6 +15,7 @@ from jaxkv_kernels.calls import Call, ExpandedHeads, Kernels
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.mosaic_gpu.runtime import device as hopper
 from jaxkv_kernels.triton import available as ampere
+from jaxkv_kernels.xla.attention_gradients import differentiable, is_differentiable
 from jaxkv_kernels.xla.kernels import XLA
 
 _log = logging.getLogger("jaxkv")
@@ -135,8 +136,8 @@ def clock() -> Kernels | None:
 def run_kernel[Result](backend: Backend, call: Call[Result]) -> Result:
     """The result of the backend's kernel for a call that it supports.  The first run of each operation is logged.
 
-    Unless its kernels are `transformable`, differentiating them raises NotImplementedError, and `jax.vmap` runs the
-    kernel for one element of the batch after the other.
+    Attention has gradients on every backend.  Differentiating other kernels raises NotImplementedError, unless they are
+    `transformable`.  For those that are not, `jax.vmap` runs the kernel for one element of the batch after the other.
     """
     _log_once(call.operation, backend.name)
     kernels = backend.kernels()
@@ -145,10 +146,13 @@ def run_kernel[Result](backend: Backend, call: Call[Result]) -> Result:
         return call.run_on(kernels)
 
     if not kernels.transformable:
-        reason = f"{call.operation} has no gradients on {backend.name}: use `implementation='xla'`"
         # Pallas batches kernels by a longer grid, in which some that load by TMA returned wrong results (an H200 with
         # jax 0.11.2).
         kernel = sequential_vmap(lambda call: aligned(call).run_on(kernels))
+    if is_differentiable(call):
+        kernel = differentiable(kernel)
+    elif not kernels.transformable:
+        reason = f"{call.operation} has no gradients on {backend.name}: use `implementation='xla'`"
         call = without_gradients(call, reason)
     # Kernels are written for JAX's default promotion rules, but the user's program may have stricter ones.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):

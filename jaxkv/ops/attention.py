@@ -129,6 +129,10 @@ def decode_mla(
     may be NaN.  Data that is used only in keys has no such effect, and neither have tokens that no query token of the
     request sees.
 
+    Both results have gradients in forward and reverse mode, on every implementation: with respect to queries, `sinks`,
+    scales, and the buffer of a cache whose format is bf16, f16 or f32 and whose buffer has this dtype.  With respect to
+    other float buffers, NotImplementedError is raised.
+
     Args:
       q_latent: float or float8_e4m3fn [B, Hq, R], [B, Q, Hq, R] or, with `cu_q_lens`, [T, Hq, R]: queries multiplied
         by W_UK.  Queries of e4m3 are converted to the entries' dtype, or bfloat16 if these are quantised, which loses
@@ -311,7 +315,7 @@ def decode_kv(
     """Grouped-query or multi-head attention of one or several new tokens per request.
 
     Query head i reads KV head i // (Hq / H).  The mask is causal as in `decode_mla`.  The same guarantees hold for
-    tokens that a query token does not see, including those before its window.
+    tokens that a query token does not see, including those before its window.  Gradients are as in `decode_mla`.
 
     Args:
       q: float [B, Hq, D], [B, Q, Hq, D] or, with `cu_q_lens`, [T, Hq, D]; Hq a multiple of the cache's heads H.

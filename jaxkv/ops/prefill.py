@@ -141,7 +141,7 @@ def prefill_mla(
     As in `decode_mla` on GPUs, inf or NaN in a token that some query tokens of the request see may reach those that do
     not see it, unless all attention runs on XLA.  Tokens that no query token sees have no influence.  Unlike in
     `decode_mla`, a token in a block outside the cache is not masked, but has an entry of zeros, and so have all tokens
-    if a traced layer is outside the cache.
+    if a traced layer is outside the cache.  Gradients are as in `decode_mla`, also with respect to `w_uk` and `w_uv`.
 
     Args:
       q_nope: float [B, Q, H, N], queries without their rotary part; [T, H, N] with `cu_q_lens`.
@@ -329,7 +329,8 @@ def prefill_kv(
 
     As in `decode_kv` on GPUs, inf or NaN in a token that some query tokens of the request see may reach those that do
     not see it, if cuDNN attends to it.  Unlike in `decode_kv`, a token in a block outside the cache is not masked, but
-    has an entry of zeros, and so have all tokens if a traced layer is outside the cache.
+    has an entry of zeros, and so have all tokens if a traced layer is outside the cache.  Gradients are as in
+    `decode_mla`.
 
     Args:
       q: float [B, Q, Hq, D], or [T, Hq, D] with `cu_q_lens`; Hq a multiple of the cache's heads H.  Query head i reads

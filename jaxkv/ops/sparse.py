@@ -150,6 +150,8 @@ def decode_mla_sparse(
 ) -> jax.Array | tuple[jax.Array, jax.Array] | tuple[jax.Array, jax.Array, jax.Array]:
     """Absorbed multi-head latent attention to the given slots only (DeepSeek V3.2, V4).
 
+    Gradients are as in `decode_mla`.
+
     Args:
       q_latent: float or float8_e4m3fn [B, Q, Hq, R], queries multiplied by W_UK.  Those of e4m3 are converted as in
         `decode_mla`.

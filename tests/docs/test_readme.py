@@ -57,6 +57,14 @@ def test_the_ten_lines_run():
     assert scope["lse"].shape == (1, 16)
 
 
+def test_entries_have_gradients():
+    exec(code_in("jaxkv/ops", "import jax\nimport jax.numpy as jnp\n\nimport jaxkv\n\nentry"), scope := {})
+    for gradient in (scope["of_keys"], scope["of_values"]):
+        assert gradient.shape == (16, 2, 64)
+    # Equal keys of equal weights: the values alone decide, and each has a 16th of the gradient of the result.
+    assert_close(scope["of_values"].astype(jnp.float32), np.full((16, 2, 64), -2 / 16 / 128), dtype="bfloat16")
+
+
 @pytest.mark.ci
 def test_the_whole_model_runs(capsys):
     code = code_in("jaxkv/serving")

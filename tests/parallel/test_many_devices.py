@@ -380,6 +380,29 @@ def test_gradients_pass_the_merge():
         assert_close(one_found, one_right, roundings=16)
 
 
+@pytest.mark.parametrize("check_vma", [True, further(False)])
+def test_gradients_of_attention_pass_shard_map(check_vma):
+    """Of requests on several devices, which share a cache: each device adds its part."""
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=4, entry=jaxkv.KVEntry("f32", 8))
+    rng, mesh = np.random.default_rng(0), jax.sharding.Mesh(mesh_of(2).devices, ("x",))
+    q, buffer = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 2, 8), layout.size))
+    tables, lengths = jnp.asarray([[1, 3], [1, 0]]), jnp.asarray([7, 6])
+
+    def attend(q, buffer, tables, lengths):
+        cache = jaxkv.KVCache(buffer, layout)
+        return jaxkv.decode_kv(q, cache, tables, lengths, layer=0, scale=SCALE, implementation="xla")
+
+    specs = (P("x"), P(), P("x"), P("x"))
+    sharded = jax.shard_map(attend, mesh=mesh, in_specs=specs, out_specs=P("x"), check_vma=check_vma)
+
+    def total(attend, q, buffer):
+        return (attend(q, buffer, tables, lengths) ** 2).sum()
+
+    found = jax.jit(jax.grad(partial(total, sharded), (0, 1)))(q, buffer)
+    for one, right in zip(found, jax.grad(partial(total, attend), (0, 1))(q, buffer), strict=True):
+        assert_close(one, right, roundings=64)
+
+
 def test_the_readme_runs():
     mesh_of(8)
     readme = (Path(__file__).parents[2] / "jaxkv" / "parallel" / "README.md").read_text()

@@ -38,7 +38,7 @@ def decode_mla(call: DecodeMLA, few: FewTokens | None = None) -> tuple[jax.Array
 def decode_kv(call: DecodeKV, few: FewTokens | None = None) -> tuple[jax.Array, jax.Array]:
     """Grouped-query attention: out [B, Q, Hq, Dv], in float32 if it is to `few` tokens, and lse [B, Q, Hq]."""
     kv_heads, scales = call.pages.num_heads, (call.k_scale, call.v_scale)
-    dtype = jnp.float32 if call.entry.codec.in_float32 or any(map(_per_token, scales)) else call.q.dtype
+    dtype = jnp.float32 if call.entry.codec.in_float32 or any(map(per_token, scales)) else call.q.dtype
 
     def grouped(q: jax.Array) -> jax.Array:
         batch, tokens, heads, size = q.shape
@@ -47,7 +47,7 @@ def decode_kv(call: DecodeKV, few: FewTokens | None = None) -> tuple[jax.Array, 
     return _attend_pages(call, (call.q,), grouped, scales, kv_heads * sum(call.entry.sizes), few)
 
 
-def _per_token(scale: jax.Array | None) -> bool:
+def per_token(scale: jax.Array | None) -> bool:
     """Whether there is a scale per token and head."""
     return scale is not None and scale.ndim > 1
 
@@ -71,8 +71,8 @@ def _attend_pages(
       few: the tokens to attend to; None for those that `call` shows.
     """
     pages, entry = call.pages, call.entry
-    by_token = [scale if _per_token(scale) else None for scale in scales]
-    k_scale, v_scale = (None if _per_token(scale) else scale for scale in scales)
+    by_token = [scale if per_token(scale) else None for scale in scales]
+    k_scale, v_scale = (None if per_token(scale) else scale for scale in scales)
     chunk = chunk_tokens(pages.block_size, call.block_tables) if few is None else few.positions.shape[1]
     lengths = lengths_in_table(call.seq_lens, call.block_tables, pages.block_size)
     _, tokens, heads, _ = queries[0].shape

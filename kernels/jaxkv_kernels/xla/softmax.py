@@ -60,7 +60,7 @@ def attend(
         new_max = jnp.maximum(running_max, s.max(axis=-1))
         p = jnp.exp(s - new_max[..., None])
         rescale = jnp.exp(running_max - new_max)
-        pv = _sums_of_seen(p.astype(v.dtype), v, seen, precision)
+        pv = sums_of_seen(p.astype(v.dtype), v, seen, precision)
         return new_max, row_sum * rescale + p.sum(axis=-1), acc * rescale[..., None] + pv
 
     rows = q.shape[:-1]
@@ -80,7 +80,7 @@ def attend(
     return out, largest + jnp.log(jnp.where(empty, 1, row_sum)), largest
 
 
-def _sums_of_seen(p, v, seen, precision):
+def sums_of_seen(p, v, seen, precision):
     """Sums [B, Q, H, G, V] of values `v` [B, S, H, V], weighted by `p` [B, Q, H, G, S], which is 0 where not `seen`.
 
     `seen` is bool [B, Q, S].  Infinities and NaN in values only reach query tokens that see them.  The values of keys

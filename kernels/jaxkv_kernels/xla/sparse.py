@@ -36,11 +36,11 @@ def decode_mla_sparse(call: DecodeMLASparse) -> tuple[jax.Array, jax.Array, jax.
     keys = min(max(source.slots.shape[-1] for source in sources), CHUNK_TOKENS)
     width = sum(call.entry.sizes) + call.entry.value_dim
     needed = bytes_per_request(keys, width, heads, call.q_latent.dtype)
-    found = in_parts(attend_requests, *queries, *map(_used_slots, sources), bytes_per_request=needed)
+    found = in_parts(attend_requests, *queries, *map(used_slots, sources), bytes_per_request=needed)
     return jax.tree.map(lambda x: x.reshape(batch, tokens, *x.shape[1:]), found)
 
 
-def _used_slots(source: ExtraSlots) -> jax.Array:
+def used_slots(source: ExtraSlots) -> jax.Array:
     """The slots [B * Q, K] of one cache; -1 for those that are not used."""
     slots, size = source.slots, source.slots.shape[-1]
     if source.counts is not None:

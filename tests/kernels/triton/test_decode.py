@@ -66,6 +66,11 @@ class TestKVSharedPrefixes(Triton, suites.KVSharedPrefixes):
     """The whole suite, on the GPU."""
 
 
+@on_gpu
+class TestGradients(Triton, suites.Gradients):
+    """The whole suite, on the GPU."""
+
+
 class ExtraSlots(Triton, suites.ExtraSlots):
     """Sparse attention to two caches."""
 
@@ -86,6 +91,12 @@ class TestExtraSlots(ExtraSlots):
 @interpreted
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedKVSharedPrefixes(Triton, suites.KVSharedPrefixes):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedGradients(Triton, suites.Gradients):
     """The whole suite."""
 
 

@@ -25,6 +25,8 @@ from support.suites.attention.decode_mla_sparse import DecodeMLASparseChecks as 
 from support.suites.attention.decode_mla_sparse import MaxLogits as MaxLogits
 from support.suites.attention.extra_slots import ExtraSlots as ExtraSlots
 from support.suites.attention.extra_slots import ExtraSlotsChecks as ExtraSlotsChecks
+from support.suites.attention.gradients import GradientChecks as GradientChecks
+from support.suites.attention.gradients import Gradients as Gradients
 from support.suites.attention.masks import KVMaskChecks as KVMaskChecks
 from support.suites.attention.masks import KVMasks as KVMasks
 from support.suites.attention.masks import KVTreeMasks as KVTreeMasks
