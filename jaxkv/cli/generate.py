@@ -22,6 +22,7 @@ from jaxkv.terminal.memory import nbytes, require_memory
 from jaxkv.terminal.options import add_entry_format, integer, positive, seed
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
+from jaxkv.text.chat import ChatTemplate
 from jaxkv.text.streams import IdStream, StopStrings, TextStream
 from jaxkv.text.tokenizer import FILE, Tokenizer
 
@@ -37,6 +38,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options: the checkpoint, the prompts, the sampling and the cache."""
     parser.add_argument("--model", required=True, metavar="DIR", help="folder with config.json and safetensors")
     parser.add_argument("--prompt", dest="prompts", action="append", metavar="TEXT", help="may be given several times")
+    text = "prompts are messages of a user, which the chat template of the checkpoint turns into prompts"
+    parser.add_argument("--chat", action="store_true", help=text)
     ids = 'a prompt as token ids: "1 2 3"'
     parser.add_argument("--ids", dest="prompts", action="append", type=_ids, metavar="IDS", help=ids)
     parser.add_argument("--max-tokens", type=positive, default=64, help="tokens to generate for each prompt (64)")
@@ -78,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     """Streams the continuations; returns 1 if one of them ended because its logits are NaN."""
     if not args.prompts:
         raise ValueError("no prompt: give --prompt or --ids")
-    encode, stream = _tokenizer(Path(args.model))
+    encode, stream = _tokenizer(Path(args.model), chat=args.chat)
     if args.stops and not (Path(args.model) / FILE).is_file():
         raise ValueError(f"--stop {args.stops[0]!r}: {args.model} has no {FILE}, so that there is no text")
     if "" in args.stops:
@@ -184,10 +187,12 @@ def _lines(args: argparse.Namespace, encode: Callable[[str | list[int]], list[in
         raise ValueError(f"--calibrate {args.calibrate}: {error}, and {args.model} has no {FILE}") from None
 
 
-def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Callable[[Sequence[int]], Stream]]:
+def _tokenizer(
+    folder: Path, *, chat: bool
+) -> tuple[Callable[[str | list[int]], list[int]], Callable[[Sequence[int]], Stream]]:
     """A function from a prompt to token ids, and a function that makes the stream of a prompt's continuation.
 
-    Without a tokenizer.json, the stream is one of token ids.
+    With `chat`, a text is a message of a user.  Without a tokenizer.json, the stream is one of token ids.
     """
     if not (folder / FILE).is_file():
 
@@ -197,8 +202,17 @@ def _tokenizer(folder: Path) -> tuple[Callable[[str | list[int]], list[int]], Ca
             return prompt
 
         return only_ids, lambda prompt: IdStream()
-    tokenizer = Tokenizer(folder)
-    return lambda prompt: tokenizer.encode(prompt) if isinstance(prompt, str) else prompt, tokenizer.stream
+    tokenizer, template = Tokenizer(folder), ChatTemplate(folder) if chat else None
+
+    def encode(prompt: str | list[int]) -> list[int]:
+        if not isinstance(prompt, str):
+            return prompt
+        if template is None:
+            return tokenizer.encode(prompt)
+        # The template's text has the special tokens.
+        return tokenizer.encode(template.render([{"role": "user", "content": prompt}]), special_tokens=False)
+
+    return encode, tokenizer.stream
 
 
 def _pieces(engine: serving.Engine, request: serving.Request, stream: Stream, stops: StopStrings) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator
 from typing import Any, NamedTuple
 
-from jaxkv.server.engine_process import Outputs
+from jaxkv.server.client import Outputs
 from jaxkv.serving.request import TokenLogprobs
 from jaxkv.text.streams import StopStrings, TextStream
 from jaxkv.text.tokenizer import Tokenizer

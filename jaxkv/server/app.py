@@ -6,9 +6,9 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -18,34 +18,14 @@ from starlette.routing import Route
 
 import jaxkv
 from jaxkv.server.answers import Answer, Logprobs, Piece
-from jaxkv.server.engine_process import EngineEnded, EngineInfo, Outputs
+from jaxkv.server.client import EngineClient, EngineEnded
 from jaxkv.server.metrics import Metrics
 from jaxkv.server.protocol import DEFAULT_MAX_TOKENS, Chat, Common, Completion, Refused, parsed
-from jaxkv.serving import EngineStats
+from jaxkv.serving import EngineInfo
 from jaxkv.text.chat import ChatTemplate
 from jaxkv.text.tokenizer import Tokenizer
 
 _log = logging.getLogger("jaxkv")
-
-
-class EngineClient(Protocol):
-    """An engine that the application uses.  `EngineProcess` is one."""
-
-    async def started(self) -> EngineInfo:
-        """Waits until the engine serves; EngineEnded if it has ended."""
-        ...
-
-    async def ended(self) -> None:
-        """Waits for the end of the engine."""
-        ...
-
-    async def submit(self, prompt: Sequence[int], **options: Any) -> Outputs:
-        """Queues a request, with the options and errors of `Engine.new_request`."""
-        ...
-
-    async def stats(self) -> EngineStats:
-        """Numbers of the engine."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -101,11 +81,19 @@ class Server:
                 Route("/metrics", self._handled(self._exposition)),
                 Route("/version", self._handled(self._version)),
             ],
+            lifespan=self._lifespan,
         )
 
-    async def start(self) -> None:
-        """Waits for the engine; EngineEnded if it ends before it serves."""
-        self._info = await self._engine.started()
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """Answers while the engine starts."""
+        starting = asyncio.create_task(self._start())
+        yield
+        starting.cancel()
+
+    async def _start(self) -> None:
+        with contextlib.suppress(EngineEnded, ValueError):  # whoever has started the engine reports it
+            self._info = await self._engine.started()
 
     async def drain(self, seconds: float) -> None:
         """Refuses new requests, waits for the others, and cancels those that have not ended after some seconds."""

@@ -18,9 +18,10 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any, NamedTuple, Unpack
+from typing import Any, Unpack
 
-from jaxkv.serving import Engine, EngineStats, Output, Request
+from jaxkv.server.client import EngineEnded
+from jaxkv.serving import Engine, EngineInfo, EngineStats, Output, Request
 from jaxkv.serving.request import RequestOptions
 
 _log = logging.getLogger("jaxkv")
@@ -36,26 +37,8 @@ END = "end"
 GONE = "the engine has ended: its process wrote the reason to standard error"
 
 
-class EngineInfo(NamedTuple):
-    """What a server needs to know of an engine."""
-
-    max_len: int
-    """The most cached tokens of a request."""
-    max_requests: int
-    """Requests that run at once."""
-    stop_tokens: frozenset[int]
-    """The tokens that end a request, unless it names others."""
-
-
-class EngineEnded(RuntimeError):
-    """The process of the engine has ended."""
-
-
-class Outputs:
-    """The outputs of a request: an asynchronous iterator, which ends after the one with the finish reason.
-
-    Raises EngineEnded if the engine's process ends before.
-    """
+class ProcessOutputs:
+    """The outputs of a request in the process."""
 
     def __init__(self, cancel: Callable[[str], None]):
         self._queue, self._cancel = asyncio.Queue[Output | EngineEnded](), cancel
@@ -103,7 +86,7 @@ class EngineProcess:
         self._numbers = itertools.count()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         """What has been asked, and not answered yet."""
-        self._outputs: dict[int, Outputs] = {}
+        self._outputs: dict[int, ProcessOutputs] = {}
         self._info: asyncio.Future[EngineInfo] = self._loop.create_future()
         self._ended: asyncio.Future[None] = self._loop.create_future()
         self._messages = SimpleQueue[Any]()
@@ -120,13 +103,13 @@ class EngineProcess:
         """Waits for the end of the process."""
         await asyncio.shield(self._ended)
 
-    async def submit(self, prompt: Sequence[int], **options: Unpack[RequestOptions]) -> Outputs:
+    async def submit(self, prompt: Sequence[int], **options: Unpack[RequestOptions]) -> ProcessOutputs:
         """Queues a request, and returns its outputs.
 
         The options and errors are those of `Engine.new_request`, and EngineEnded.
         """
         number = next(self._numbers)
-        outputs = self._outputs[number] = Outputs(lambda reason: self._cancel(number, reason))
+        outputs = self._outputs[number] = ProcessOutputs(lambda reason: self._cancel(number, reason))
         try:
             await self._ask(number, "submit", prompt, options)
         except asyncio.CancelledError:
@@ -291,9 +274,7 @@ def _serve(make_engine: Callable[[], Engine], connection: Connection) -> None:
     except MISTAKES as error:
         connection.send(("failed", str(error) or type(error).__name__))
         return
-    connection.send(
-        ("info", EngineInfo(engine.max_len, engine.max_requests, frozenset(engine.model.config.stop_tokens)))
-    )
+    connection.send(("info", engine.info))
     with contextlib.suppress(BrokenPipeError):  # the server has been killed
         _Served(engine, connection).run()
     sys.stderr.flush()

@@ -110,14 +110,14 @@ async def _run(
     server = served(engine)
     # Without its own log of requests, which may hold prompts.
     config = uvicorn.Config(
-        server.app, log_level="error", access_log=False, lifespan="off", timeout_graceful_shutdown=CLOSING_SECONDS
+        server.app, log_level="error", access_log=False, lifespan="on", timeout_graceful_shutdown=CLOSING_SECONDS
     )
     http = _HTTP(config, signalled)
     serving = asyncio.create_task(http.serve(sockets=[listening]))
     host, port = listening.getsockname()[:2]
     notice(f"listening on http://{f'[{host}]' if ':' in host else host}:{port}; /health says when the engine is ready")
     ended, stopped = asyncio.create_task(engine.ended()), asyncio.create_task(signalled.wait())
-    starting = asyncio.create_task(server.start())
+    starting = asyncio.create_task(engine.started())
     starting.add_done_callback(lambda task: task.cancelled() or task.exception() or notice("ready"))
     await asyncio.wait((ended, stopped), return_when=asyncio.FIRST_COMPLETED)
     failed = ended.done()

@@ -16,13 +16,14 @@ from jaxkv.serving.prefix import PrefixCacheStats
 from jaxkv.serving.processes import Leader, follow
 from jaxkv.serving.replicas import Replicas
 from jaxkv.serving.request import Request, TokenLogprobs
-from jaxkv.serving.stats import EngineStats, HostTime
+from jaxkv.serving.stats import EngineInfo, EngineStats, HostTime
 
 __all__ = [
     "MTP",
     "AcceptanceStats",
     "AsyncEngine",
     "Engine",
+    "EngineInfo",
     "EngineStats",
     "ExportedBlocks",
     "HostTime",

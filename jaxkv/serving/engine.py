@@ -37,7 +37,7 @@ from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
 from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, stop_tokens, token_ids
-from jaxkv.serving.stats import EngineStats, HostTime
+from jaxkv.serving.stats import EngineInfo, EngineStats, HostTime
 from jaxkv.serving.step_inputs import GREEDY, NOTHING, Bundle, Choices, InputBatch, Schedule, Span
 from jaxkv.serving.step_times import StepTimes
 from jaxkv.serving.table import capacity, tables_of
@@ -288,9 +288,10 @@ class Engine(EngineBase):
         return prompt
 
     @property
-    def max_len(self) -> int:
-        """The most cached tokens of a request."""
-        return min(self.block_manager.max_len, self._capacity)
+    def info(self) -> EngineInfo:
+        """What does not change, for servers."""
+        most = min(self.block_manager.max_len, self._capacity)
+        return EngineInfo(most, self.max_requests, frozenset(self.model.config.stop_tokens))
 
     @override
     def add(self, request):

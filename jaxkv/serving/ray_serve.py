@@ -19,7 +19,7 @@ from jaxkv.offload import BlockEvent, BlockEvents, prefix_keys
 from jaxkv.serving.async_engine import AsyncEngine, Output
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import RequestOptions
-from jaxkv.serving.stats import EngineStats
+from jaxkv.serving.stats import EngineInfo, EngineStats
 
 LOAD_FACTOR = 1.25
 """A replica gets a request for its prefix only if it then has at most this multiple of the mean number of requests, as
@@ -60,15 +60,23 @@ class Replica:
             "model": engine.keys.model,
         }
         self._blocks = [_Blocks(events) for events in engine.block_events]
+        self._info = engine.info
         self._engine = AsyncEngine(engine)
 
     async def generate(self, prompt: Sequence[int], **options: Unpack[RequestOptions]) -> AsyncIterator[Output]:
         """Yields the tokens of a request as they come.  If the caller goes away, the request is cancelled.
 
-        The options and errors are those of `Engine.new_request`.
+        The first output comes at once, without tokens: the request has been accepted.  The options and errors are those
+        of `Engine.new_request`.
         """
-        async for output in self._engine.submit(prompt, **options).outputs():
+        stream = self._engine.submit(prompt, **options)
+        yield Output([], [], None)
+        async for output in stream.outputs():
             yield output
+
+    def info(self) -> EngineInfo:
+        """What does not change."""
+        return self._info
 
     def stats(self) -> EngineStats:
         """Numbers of the engine, now."""

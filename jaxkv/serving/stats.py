@@ -2,10 +2,21 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxkv.serving.drafts import AcceptanceStats
 from jaxkv.serving.prefix import PrefixCacheStats
+
+
+class EngineInfo(NamedTuple):
+    """What a server needs to know of an engine."""
+
+    max_len: int
+    """The most cached tokens of a request."""
+    max_requests: int
+    """Requests that run at once."""
+    stop_tokens: frozenset[int]
+    """The tokens that end a request, unless it names others."""
 
 
 @dataclass

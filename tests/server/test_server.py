@@ -9,6 +9,7 @@ import numpy as np
 import openai
 import pytest
 
+from jaxkv.cli import main
 from server import checkpoint
 from server.conftest import KEY, serving
 
@@ -18,7 +19,8 @@ GREEDY = {"model": "tiny", "temperature": 0}
 
 @pytest.fixture(scope="module")
 def client(served):
-    return openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0)
+    with openai.OpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture
@@ -99,6 +101,13 @@ def test_texts_and_chats_are_prompts_of_their_tokens(client):
     for found in answer.choices[0].logprobs.content:
         assert (found.token, found.logprob) == (found.top_logprobs[0].token, found.top_logprobs[0].logprob)
         assert bytes(found.bytes).decode() == found.token
+
+
+def test_generate_answers_like_the_server(client, folder, capsys):
+    message = {"role": "user", "content": "Why?"}
+    right = client.chat.completions.create(messages=[message], max_tokens=12, **GREEDY).choices[0].message.content
+    assert main(["generate", "--model", str(folder), "--chat", "--prompt", "Why?", "--max-tokens", "12"]) == 0
+    assert capsys.readouterr().out == f"{right}\n"
 
 
 def test_answers_end_before_stop_strings(client, recorded):

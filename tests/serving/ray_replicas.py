@@ -7,15 +7,19 @@ import asyncio
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import httpx
 import numpy as np
 import ray
 from ray import serve
 
 from jaxkv import models, serving
-from jaxkv.serving import ray_serve
+from jaxkv.server import ray_http
+from server import checkpoint
+from support.jobs import free_port
 
-MODEL = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"
+MODEL = checkpoint.MODEL
 BLOCK, PREFIXES, PREFIX, TIMES, CLIENTS = 8, 20, 64, 12, 16
 
 
@@ -47,21 +51,37 @@ async def all_generated(handle, prompts, **options):
 
 
 async def all_stats(handle):
-    """The numbers of both replicas, which take no time when nothing runs."""
-    found = {}
-    while len(found) < 2:
-        for stats in await asyncio.gather(*(handle.stats.remote() for _ in range(4))):
-            found[stats.host_time.seconds] = stats
-    return list(found.values())
+    """The numbers of both replicas."""
+    return await handle.broadcast("stats").results_async()
 
 
-async def main(handle):
+async def completed(url, prompt, **options):
+    """The status of a stream over HTTP, and its text or error."""
+    body = {"prompt": prompt, "temperature": 0, "stream": True, **options}
+    async with (
+        httpx.AsyncClient(timeout=120) as client,
+        client.stream("POST", f"{url}/v1/completions", json=body) as got,
+    ):
+        lines = [line.removeprefix("data: ") async for line in got.aiter_lines() if line]
+    if got.status_code != 200:
+        return got.status_code, json.loads(lines[0])["error"]["message"]
+    assert lines.pop() == "[DONE]"
+    return got.status_code, "".join(json.loads(line)["choices"][0]["text"] for line in lines)
+
+
+async def main(handle, url):
     with np.load(MODEL / "truth.npz") as truth:
         lengths = truth["prompt_lens"]
         prompts = [prompt[:length].tolist() for prompt, length in zip(truth["prompts"], lengths, strict=True)]
         right = truth["tokens"].tolist()
     found = {"right": right}
     found["generated"] = await all_generated(handle, prompts, max_tokens=len(right[0]), stop=())
+
+    async with httpx.AsyncClient() as client:
+        while (await client.get(f"{url}/health")).status_code != 200:
+            await asyncio.sleep(0.1)
+    found["texts"] = await asyncio.gather(*(completed(url, prompt, max_tokens=len(right[0])) for prompt in prompts))
+    found["refused"] = await completed(url, [97], max_tokens=1)
 
     try:
         await generated(handle, [])
@@ -91,7 +111,12 @@ async def main(handle):
 
 if __name__ == "__main__":
     options = {"request_router_config": serve.config.RequestRouterConfig()} if "default" in sys.argv else {}
+    port = free_port()
     ray.init(address="local", num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, log_to_driver=False)
-    serve.start(proxy_location="Disabled")
-    asyncio.run(main(serve.run(ray_serve.replicas(make_engine, num_replicas=2, **options))))
+    serve.start(http_options={"host": "127.0.0.1", "port": port})
+    with TemporaryDirectory() as folder:
+        checkpoint.write(Path(folder))
+        app = ray_http.application(make_engine, folder, name="tiny", num_replicas=2, **options)
+        serve.run(app)
+        asyncio.run(main(serve.get_deployment_handle("Replica", "default"), f"http://127.0.0.1:{port}"))
     serve.shutdown()

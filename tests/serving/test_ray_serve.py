@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 
 from jaxkv.offload import prefix_keys
+from server import checkpoint
 from support.jobs import ROOT
 
 ray_serve = pytest.importorskip("jaxkv.serving.ray_serve", exc_type=ModuleNotFoundError)
@@ -93,14 +94,18 @@ def test_before_replicas_have_reported():
 @pytest.mark.ci
 def test_two_replicas():
     """Tokens are right, errors arrive, a caller that goes away cancels, and prefixes are found."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, str(ROOT / "tests" / "serving" / "ray_replicas.py")]
     printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert printed.returncode == 0, printed.stderr
     found = json.loads(printed.stdout.splitlines()[-1])
     assert found["generated"] == [[tokens, "length"] for tokens in found["right"]]
-    assert "`prompt` has no tokens" in found["error"] or "expected one or more token ids" in found["error"]
+    texts = ["".join(checkpoint.VOCABULARY[token] for token in tokens if token > 1) for tokens in found["right"]]
+    assert found["texts"] == [[200, text] for text in texts]
+    refused = "`prompt` has token id 97: expected one or more token ids from 0 to 96"
+    assert found["refused"] == [400, refused]
+    assert "`prompt` is empty: expected one or more token ids" in found["error"]
     assert found["held"] == [0, 0]
     assert max(found["tokens"]) <= 0.65 * sum(found["tokens"])
     # With Ray Serve's own router, 0.38 of the tokens are found, and with this one 0.62.
