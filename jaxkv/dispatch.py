@@ -15,7 +15,7 @@ from jaxkv_kernels.calls import Call, ExpandedHeads, Kernels
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.mosaic_gpu.runtime import device as hopper
 from jaxkv_kernels.triton import available as ampere
-from jaxkv_kernels.xla.attention_gradients import differentiable, is_differentiable
+from jaxkv_kernels.xla.attention_gradients import has_tangents, with_tangents
 from jaxkv_kernels.xla.kernels import XLA
 
 _log = logging.getLogger("jaxkv")
@@ -149,13 +149,13 @@ def run_kernel[Result](backend: Backend, call: Call[Result]) -> Result:
         # Pallas batches kernels by a longer grid, in which some that load by TMA returned wrong results (an H200 with
         # jax 0.11.2).
         kernel = sequential_vmap(lambda call: aligned(call).run_on(kernels))
-    if is_differentiable(call):
-        kernel = differentiable(kernel)
-    elif not kernels.transformable:
-        reason = f"{call.operation} has no gradients on {backend.name}: use `implementation='xla'`"
-        call = without_gradients(call, reason)
     # Kernels are written for JAX's default promotion rules, but the user's program may have stricter ones.
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        if has_tangents(call):
+            return with_tangents(call, kernel(jax.lax.stop_gradient(call)))
+        if not kernels.transformable:
+            reason = f"{call.operation} has no gradients on {backend.name}: use `implementation='xla'`"
+            call = without_gradients(call, reason)
         return kernel(call)
 
 

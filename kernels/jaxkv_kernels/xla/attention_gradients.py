@@ -50,31 +50,37 @@ Attention = DecodeMLA | DecodeKV | DecodeMLASparse | PrefillMLA | PrefillKV
 """The calls whose derivatives are computed here."""
 
 
-def is_differentiable(call: Call[Any]) -> bool:
-    """Whether `differentiable` supports the call.
+def has_tangents(call: Call[Any]) -> bool:
+    """Whether `with_tangents` supports the call.
 
     The largest logits have no tangents here.  Only `xla` returns them, by a loop that JAX differentiates in both modes.
     """
     return isinstance(call, Attention) and not (isinstance(call, DecodeMLASparse) and call.max_logits)
 
 
-def differentiable(kernel: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`kernel` with derivatives in both modes, with respect to all floats of its call.
+@jax.custom_jvp
+def with_tangents(call, results):
+    """`results`, (out, lse) or (out, lse, None), of a kernel for `call`, with derivatives with respect to its floats.
 
-    It returns (out, lse), or (out, lse, None).  Entries have derivatives if their values are stored as they are, in a
-    buffer of their dtype.  Otherwise, differentiating the buffer raises NotImplementedError.
+    Entries have derivatives if their values are stored as they are, in a buffer of their dtype.  Otherwise,
+    differentiating the buffer raises NotImplementedError.
+
+    The kernel itself must not be differentiated: it gets the call behind `jax.lax.stop_gradient`.  It does not run
+    within a `custom_jvp`, because programs with Pallas's references there do not compile with jax 0.11.
     """
-    attend = jax.custom_jvp(kernel)
+    del call
+    return results
 
-    def rule(primals, tangents):
-        (call,), (moved,) = primals, tangents
-        # JAX may trace this later, when the user's program has stricter rules than JAX's default ones.
-        with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-            results = attend(call)
-            return results, _tangents(call, results, moved)
 
-    attend.defjvp(rule, symbolic_zeros=True)
-    return attend
+def _rule(primals, tangents):
+    (call, results), (moved, _) = primals, tangents
+    # JAX may trace this later, when the user's program has stricter rules than JAX's default ones.
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        results = with_tangents(call, results)
+        return results, _tangents(call, results, moved)
+
+
+with_tangents.defjvp(_rule, symbolic_zeros=True)
 
 
 def _tangents(call: Attention, results, moved: Any):
