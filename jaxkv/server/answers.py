@@ -27,23 +27,28 @@ class Answer:
     Args:
       text: the stream of the text that follows the prompt.
       stops: the stop strings, before which the text ends.
-
-    Attributes:
-      outputs: of the engine; None before the engine has accepted the prompt.
     """
 
     def __init__(self, text: TextStream, stops: list[str]):
-        self.outputs: Outputs | None = None
         self._text, self._stops = text, StopStrings(stops)
+        self._outputs: Outputs | None = None
+        self._cancelled_by: str | None = None
+
+    def accept(self, outputs: Outputs) -> None:
+        """Takes the outputs of the request, which the engine has accepted."""
+        self._outputs = outputs
+        if self._cancelled_by is not None:
+            outputs.cancel(self._cancelled_by)
 
     def cancel(self, reason: str = "cancelled") -> None:
-        """Ends the request, unless it has ended."""
-        if self.outputs is not None:
-            self.outputs.cancel(reason)
+        """Ends the request, unless it has ended; as soon as it is accepted, if it is not yet."""
+        self._cancelled_by = reason
+        if self._outputs is not None:
+            self._outputs.cancel(reason)
 
     async def __aiter__(self) -> AsyncIterator[Piece]:
-        assert self.outputs is not None
-        async for tokens, logprobs, reason in self.outputs:
+        assert self._outputs is not None
+        async for tokens, logprobs, reason in self._outputs:
             # The text of a stop token is not part of the answer.
             seen = tokens[:-1] if reason == "stop" else tokens
             text = "".join(self._stops.push(self._text.push(token)) for token in seen)

@@ -131,7 +131,7 @@ class Server:
 
     async def _completions(self, request: Request) -> Response:
         asked = parsed(Completion, await self._body(request))
-        prompts = [self._tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
+        prompts = [await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
         return await self._answered(request, asked, prompts, DEFAULT_MAX_TOKENS, _CompletionForm)
 
     async def _chats(self, request: Request) -> Response:
@@ -142,7 +142,7 @@ class Server:
             text = self._chat.render([message.rendered for message in asked.messages])
         except ValueError as error:
             raise Refused(str(error), param="messages") from None
-        prompt = self._tokenizer.encode(text, special_tokens=False)
+        prompt = await self._encoded(text, special_tokens=False)
         return await self._answered(request, asked, [prompt], None, _ChatForm)
 
     async def _models(self, request: Request) -> Response:
@@ -182,6 +182,13 @@ class Server:
         if name != self._name:
             raise Refused(f"`model` is {name!r}: expected {self._name!r}", status=status, param="model")
 
+    async def _encoded(self, text: str, **options: bool) -> list[int]:
+        """The tokens of a text, by a thread: a long one takes time, and the library releases Python's lock."""
+        try:
+            return await asyncio.to_thread(self._tokenizer.encode, text, **options)
+        except ValueError as error:
+            raise Refused(str(error)) from None
+
     async def _body(self, request: Request) -> bytes:
         """The body of a request that may be served now."""
         self._ready()
@@ -212,7 +219,8 @@ class Server:
             submits = (self._engine.submit(prompt, **own) for prompt, own in zip(prompts, options, strict=True))
             found = await asyncio.gather(*submits, return_exceptions=True)
             for answer, outputs in zip(answers, found, strict=True):
-                answer.outputs = None if isinstance(outputs, BaseException) else outputs
+                if not isinstance(outputs, BaseException):
+                    answer.accept(outputs)
             for error in found:
                 if isinstance(error, ValueError):
                     raise Refused(str(error)) from None

@@ -18,7 +18,7 @@ class Outputs(Protocol):
         ...
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
-        """Ends the request, unless it has ended.  No further output is needed then."""
+        """Ends the request, unless it has ended.  The last output, with this reason, comes at once."""
         ...
 
 

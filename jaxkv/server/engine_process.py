@@ -28,8 +28,6 @@ _log = logging.getLogger("jaxkv")
 
 MOST_FAILURES = 3
 """After so many steps in a row that raised an exception, the process ends.  After fewer, the engine continues."""
-
-
 MISTAKES = (ValueError, ImportError, OSError, NotImplementedError, MemoryError)
 """Exceptions of `make_engine` that users can mend, which `started` raises as ValueError."""
 END = "end"
@@ -42,17 +40,18 @@ class ProcessOutputs:
 
     def __init__(self, cancel: Callable[[str], None]):
         self._queue, self._cancel = asyncio.Queue[Output | EngineEnded](), cancel
-        self._ended = False
+        self._cancelled, self._ended = False, False
 
     def put(self, output: Output | EngineEnded) -> None:
         """Adds what comes next."""
         self._queue.put_nowait(output)
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
-        """Ends the request, unless it has ended.  No further output is needed then."""
-        if not self._ended:
-            self._ended = True
+        """Ends the request, unless it has ended.  The last output comes at once."""
+        if not self._ended and not self._cancelled:
+            self._cancelled = True
             self._cancel(finish_reason)
+            self.put(Output([], [], finish_reason))
 
     def __aiter__(self) -> AsyncIterator[Output]:
         return self

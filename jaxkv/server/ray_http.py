@@ -80,11 +80,12 @@ class RayOutputs:
 
     def __init__(self, response: Any):
         self._response, self._ended = response, False
+        self._cancelled_by: str | None = None
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
-        """Ends the request, unless it has ended."""
-        if not self._ended:
-            self._ended = True
+        """Ends the request, unless it has ended.  The last output comes at once."""
+        if not self._ended and self._cancelled_by is None:
+            self._cancelled_by = finish_reason
             self._response.cancel()
 
     def __aiter__(self) -> AsyncIterator[Output]:
@@ -101,7 +102,9 @@ class RayOutputs:
                 raise ValueError(str(error.cause)) from None
             raise EngineEnded(str(error.cause)) from None
         except (TaskCancelledError, asyncio.CancelledError):
-            self.cancel()
-            raise
+            if self._cancelled_by is None:
+                self.cancel()
+                raise
+            output = Output([], [], self._cancelled_by)
         self._ended = output.finish_reason is not None
         return output

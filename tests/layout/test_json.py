@@ -9,7 +9,7 @@ import pytest
 from jax import export
 
 import jaxkv
-from jaxkv.testing.layouts import draw_entry, draw_layout, draw_state
+from jaxkv.testing.random_layouts import draw_entry, draw_layout, draw_state
 from support.compare import assert_same_bits
 
 KINDS = (jaxkv.MLAEntry, jaxkv.KVEntry, jaxkv.IndexerEntry)
