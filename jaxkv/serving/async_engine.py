@@ -6,6 +6,7 @@ the tokens of a request from its `Stream`.
 
 import asyncio
 import atexit
+import logging
 import weakref
 from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
@@ -19,6 +20,8 @@ from typing import Any, NamedTuple, Unpack
 from jaxkv.serving.base import EngineBase
 from jaxkv.serving.request import Request, RequestOptions, TokenLogprobs
 from jaxkv.serving.stats import EngineStats
+
+_log = logging.getLogger("jaxkv")
 
 
 class AsyncEngine:
@@ -144,6 +147,7 @@ class AsyncEngine:
                 if self._channels:
                     self._step()
         except BaseException as error:
+            _log.error("a step raised an exception, which ends the AsyncEngine", exc_info=error)
             with self._lock:
                 self._open, self._error = False, error
             _wake(waiter for channel in self._channels.values() for waiter in channel.end(error))

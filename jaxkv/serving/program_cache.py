@@ -6,6 +6,7 @@ import logging
 import os
 import pickle
 import tempfile
+import threading
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ FOLDER = "jaxkv-programs"
 """In the folder of JAX's compilation cache."""
 PACKAGES = "jax", "jaxlib", "triton", "jax-triton"
 """The packages that compile."""
+HIT = "/jax/compilation_cache/cache_hits"
+"""The event that JAX reports, to listeners in the same thread, when its cache has an executable."""
 SETTINGS_OF_CACHES = "compilation_cache", "persistent_cache", "cache_expect"
 """Parts of the names of JAX's settings that do not change a program."""
 
@@ -107,11 +110,30 @@ class _Prepared:
     def compile(self) -> Compiled:
         compiled = self.found
         if isinstance(compiled, Lowered):
+            before = _hits()
             compiled = compiled.compile()
-            if self.file is not None:
+            # Of an executable that JAX's cache had, XLA's serialisation on CPUs lacks the functions.
+            incomplete = jax.default_backend() == "cpu" and _hits() > before
+            if self.file is not None and not incomplete:
                 _store(self.file, compiled)
         self.programs[self.size] = compiled
         return compiled
+
+
+_of_thread = threading.local()
+
+
+def _hits() -> int:
+    """How many executables JAX's compilation cache has had for this thread."""
+    return getattr(_of_thread, "hits", 0)
+
+
+def _count(event: str, **_: object) -> None:
+    if event == HIT:
+        _of_thread.hits = _hits() + 1
+
+
+jax.monitoring.register_event_listener(_count)
 
 
 def _digest(about: tuple, arguments: tuple) -> str:

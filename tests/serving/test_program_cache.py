@@ -1,6 +1,9 @@
 """Executables that are kept on disk, and what they are found by."""
 
+import os
 import pickle
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +12,7 @@ import pytest
 from jaxkv.serving import program_cache
 from jaxkv.serving.program_cache import FOLDER, Program
 from serving.toy_engines import LOWERED, engine, names_of, serve
+from support.jobs import ROOT
 from support.toy_model import prompt
 
 X, Y = jnp.arange(4.0), jnp.ones(4)
@@ -76,6 +80,36 @@ def test_it_is_found_by_all_that_it_depends_on(folder, monkeypatch):
     assert files() == 7
     run()
     assert files() == 7
+
+
+PROCESS = """
+import jax.numpy as jnp
+from jaxkv.serving.program_cache import Program
+
+def cosines(x):
+    return jnp.cos(x), jnp.sort(x)
+
+program = Program(cosines, donate="x")
+program.prepare("size", jnp.arange(4.0)).compile()
+print(*program("size", jnp.arange(4.0)))
+"""
+
+
+def test_executables_of_jaxs_own_cache_are_not_kept(tmp_path):
+    """On CPUs, XLA serialises them without their functions, so that they would not run in the next process."""
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
+    environment = {**os.environ, **settings, "PYTHONPATH": paths}
+
+    def printed():
+        process = [sys.executable, "-c", PROCESS]
+        return subprocess.run(process, env=environment, capture_output=True, text=True, check=True).stdout
+
+    right = printed()
+    (file,) = (tmp_path / FOLDER).iterdir()
+    file.unlink()
+    assert [printed(), printed()] == [right, right]
+    assert [*(tmp_path / FOLDER).iterdir()] == []
 
 
 def test_without_a_folder_nothing_is_kept(folder, lowered):
