@@ -19,6 +19,7 @@ from jaxkv.cli import generate as command
 from jaxkv.cli import main
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.request import Request
+from jaxkv.text import tokenizer as tokenizers
 from jaxkv.text.streams import INCOMPLETE, StopStrings, TextStream
 from models.checkpoints.mtp import with_mtp
 
@@ -161,7 +162,7 @@ def test_the_post_processor_alone_adds_special_tokens(configured, tmp_path):
         special = [("▁w1", 1), ("▁w2", 2)]
         tokenizer.post_processor = processors.TemplateProcessing(single=template, special_tokens=special)
         tokenizer.save(str(tmp_path / "tokenizer.json"))
-        encode, _ = command._tokenizer(tmp_path)
+        encode = tokenizers.Tokenizer(tmp_path).encode
         assert encode("w5 w6") == expected
 
 
@@ -226,7 +227,7 @@ def test_a_truncation_that_cannot_be_applied_is_not(with_tokenizer):
     folder, tokenizer = with_tokenizer
     stored = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 4}
     change_tokenizer(folder, truncation=stored)
-    assert command._tokenizer(folder)[0]("abcdefgh") == tokenizer.encode("abcdefgh").ids
+    assert tokenizers.Tokenizer(folder).encode("abcdefgh") == tokenizer.encode("abcdefgh").ids
 
 
 def byte_fallback():
