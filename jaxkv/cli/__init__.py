@@ -9,13 +9,12 @@ import warnings
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
-import jax
-
 import jaxkv
 from jaxkv.bench import disaggregated, hot_rows, offload, ops, parallel, step, transfer, ttft
 from jaxkv.bench import serve as bench_serve
 from jaxkv.cli import demo, doctor, generate, layout, matrix, serve, verify
 from jaxkv.terminal import streams
+from jaxkv.terminal.mistakes import mistake
 
 COMMANDS = {
     "demo": demo,
@@ -40,9 +39,6 @@ BENCHMARKS = {
     "disaggregated": disaggregated,
 }
 """The subcommands of `jaxkv bench`, likewise."""
-
-MISTAKES = (ValueError, ImportError, OSError, NotImplementedError, MemoryError)
-"""Exceptions of user errors, which are reported in one line.  Other exceptions are bugs and keep their traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -81,14 +77,8 @@ def _run(argv: Sequence[str] | None) -> int:
             return args.run(args)
     except BrokenPipeError:
         raise
-    except MISTAKES as error:
-        message = str(error) or type(error).__name__
-    except jax.errors.JaxRuntimeError as error:
-        if "Out of memory" not in str(error):
-            raise
-        message = f"does not fit in memory: choose smaller sizes ({error})"
-    except Exception:
-        if not (message := _without_device()):
+    except Exception as error:
+        if not (message := mistake(error)):
             raise
     raise SystemExit(f"{args.prog}: {' '.join(message.split())}")
 
@@ -105,13 +95,3 @@ def _add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", module
 def _show_warning(message, *_, **__) -> None:
     """Prints a warning in one line, without the place in the code."""
     streams.notice(f"jaxkv: {' '.join(str(message).split())}")
-
-
-def _without_device() -> str:
-    """Why JAX has no device; empty if it has one.  JAX's own error does not always have a message."""
-    try:
-        jax.devices()
-    except Exception as error:
-        platforms = jax.config.jax_platforms
-        return f"JAX has no device with JAX_PLATFORMS={platforms!r} (see `jaxkv doctor`): {error!r}"
-    return ""

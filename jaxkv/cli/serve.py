@@ -6,6 +6,7 @@ and Ctrl-C end it when the requests that run have ended, or after --drain second
 
 import argparse
 import os
+from functools import partial
 from pathlib import Path
 
 import jaxkv
@@ -50,19 +51,18 @@ def run(args: argparse.Namespace) -> int:
     """Serves until a signal; returns 1 if the engine has ended by itself."""
     try:
         from jaxkv.server.app import Limits
-        from jaxkv.server.run import Sizes
+        from jaxkv.server.run import make_engine
         from jaxkv.server.run import run as serve
     except ImportError as error:
         raise ImportError(f"jaxkv serve needs the package {error.name}: pip install 'jaxkv[serve]'") from None
+    sizes = {name: getattr(args, name) for name in ("max_requests", "max_len", "max_num_batched_tokens")}
+    options = {"dtype": args.dtype, "entry_format": args.entry_format}
+    options["implementation"] = tuple(args.implementation) if args.implementation else None
+    folder = _folder(args.model)
     return serve(
-        _folder(args.model),
+        partial(make_engine, folder, num_blocks=args.blocks, sizes=sizes, options=options),
+        folder,
         name=args.served_model_name or args.model,
-        sizes=Sizes(args.max_requests, args.max_len, args.max_num_batched_tokens, args.blocks),
-        options={
-            "dtype": args.dtype,
-            "entry_format": args.entry_format,
-            "implementation": tuple(args.implementation) if args.implementation else None,
-        },
         host=args.host,
         port=args.port,
         limits=Limits(args.max_body, args.max_queued, args.api_key or os.environ.get("JAXKV_API_KEY") or None),
@@ -77,9 +77,9 @@ def _folder(model: str) -> Path:
     try:
         from huggingface_hub import snapshot_download
     except ImportError:
-        raise ImportError(f"{model!r} is no folder, and models of Hugging Face need huggingface_hub") from None
+        raise ImportError(f"{model!r} is not a folder, and models of Hugging Face need huggingface_hub") from None
     try:
         return Path(snapshot_download(model, allow_patterns=PATTERNS))
     except Exception as error:  # of the hub, of HTTP, and of the operating system
         reason = str(error).splitlines()[0]
-        raise ValueError(f"{model!r} is no folder, and cannot be downloaded from Hugging Face: {reason}") from None
+        raise ValueError(f"{model!r} is not a folder, and cannot be downloaded from Hugging Face: {reason}") from None

@@ -576,6 +576,8 @@ class CacheLayout[E: Entry]:
             if set(own) != {field.name for field in fields(CacheLayout)}:
                 raise KeyError(*own)
             packed, shards, entry = own.pop("packed"), own.pop("shards"), own.pop("entry")
+            if not isinstance(packed, str | None):
+                raise TypeError(packed)
             entry = KINDS[entry.pop("kind")](**entry)
             layout = CacheLayout(**own, entry=entry, shards=TokenShards(**shards))
         except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:

@@ -1,6 +1,7 @@
 """The answer to one prompt: its tokens become text, as they come, up to a stop string."""
 
 from collections.abc import AsyncIterator
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 from jaxkv.server.client import Outputs
@@ -16,7 +17,7 @@ class Piece(NamedTuple):
     """May be empty, for example while a character is incomplete."""
     tokens: list[int]
     logprobs: list[TokenLogprobs]
-    """Of the tokens, if they were asked for; else empty."""
+    """One per token if the request has log probabilities; otherwise empty."""
     finish_reason: str | None
     """With the last piece."""
 
@@ -86,7 +87,7 @@ class Logprobs:
     def of_completion(self, piece: Piece, offset: int) -> dict[str, Any]:
         """Of a completion, whose text has `offset` characters before this piece."""
         tokens = [self._tokenizer.token(token) for token in piece.tokens]
-        offsets = [offset + sum(map(len, tokens[:n])) for n in range(len(tokens))]
+        *offsets, _ = accumulate(map(len, tokens), initial=offset)
         top = [{self._tokenizer.token(token): value for token, value in found.top} for found in piece.logprobs]
         return {
             "tokens": tokens,

@@ -6,7 +6,8 @@ import hmac
 import logging
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,7 @@ from jaxkv.server.client import EngineClient, EngineEnded
 from jaxkv.server.metrics import Metrics
 from jaxkv.server.protocol import DEFAULT_MAX_TOKENS, Chat, Common, Completion, Refused, parsed
 from jaxkv.serving import EngineInfo
+from jaxkv.serving.request import RequestOptions
 from jaxkv.text.chat import ChatTemplate
 from jaxkv.text.tokenizer import Tokenizer
 
@@ -130,26 +132,26 @@ class Server:
         return handle
 
     async def _completions(self, request: Request) -> Response:
-        asked = parsed(Completion, await self._body(request))
-        prompts = [await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in asked.prompts]
-        return await self._answered(request, asked, prompts, DEFAULT_MAX_TOKENS, _CompletionForm)
+        body = parsed(Completion, await self._body(request))
+        prompts = [await self._encoded(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+        return await self._answered(request, body, prompts, DEFAULT_MAX_TOKENS, _CompletionForm)
 
     async def _chats(self, request: Request) -> Response:
-        asked = parsed(Chat, await self._body(request))
+        body = parsed(Chat, await self._body(request))
         if self._chat is None:
             raise Refused("the model has no chat template: use /v1/completions", status=400)
         try:
-            text = self._chat.render([message.rendered for message in asked.messages])
+            text = self._chat.render([message.rendered for message in body.messages])
         except ValueError as error:
             raise Refused(str(error), param="messages") from None
         prompt = await self._encoded(text, special_tokens=False)
-        return await self._answered(request, asked, [prompt], None, _ChatForm)
+        return await self._answered(request, body, [prompt], None, _ChatForm)
 
     async def _models(self, request: Request) -> Response:
         model = {"id": self._name, "object": "model", "created": self._created, "owned_by": "jaxkv"}
         if (name := request.path_params.get("name")) is None:
             return _json({"object": "list", "data": [model]})
-        self._check_model(name, status=404)
+        self._check_model(name)
         return _json(model)
 
     async def _health(self, request: Request) -> Response:
@@ -178,9 +180,9 @@ class Server:
         if key is not None and not hmac.compare_digest(given.encode(), f"Bearer {key}".encode()):
             raise Refused("expected the API key of the server as `Authorization: Bearer KEY`", status=401)
 
-    def _check_model(self, name: str, status: int) -> None:
+    def _check_model(self, name: str) -> None:
         if name != self._name:
-            raise Refused(f"`model` is {name!r}: expected {self._name!r}", status=status, param="model")
+            raise Refused(f"`model` is {name!r}: expected {self._name!r}", status=404, param="model")
 
     async def _encoded(self, text: str, **options: bool) -> list[int]:
         """The tokens of a text, by a thread: a long one takes time, and the library releases Python's lock."""
@@ -200,44 +202,49 @@ class Server:
         return bytes(body)
 
     async def _answered(
-        self, request: Request, asked: Common, prompts: list[list[int]], max_tokens: int | None, form: type["_Form"]
+        self, request: Request, body: Common, prompts: list[list[int]], max_tokens: int | None, form: type["_Form"]
     ) -> Response:
         """Submits the prompts of a request, and returns the response, which may be a stream."""
-        info = self._ready()
-        if asked.model is not None:
-            self._check_model(asked.model, status=404)
-        if asked.stream_options is not None and not asked.stream:
+        arrival, info = time.perf_counter(), self._ready()
+        if body.model is not None:
+            self._check_model(body.model)
+        if body.stream_options is not None and not body.stream:
             raise Refused("`stream_options` needs `stream`", param="stream_options")
         if len(self._answers) + len(prompts) > info.max_requests + self._limits.queued:
             raise Refused(f"{len(self._answers)} prompts are being served or wait: try again later", status=429)
-        arrival, stops = time.perf_counter(), asked.stops
         room = max_tokens or info.max_len + 1 - max(map(len, prompts))
-        options = [asked.options(max(room, 1), info.stop_tokens) for _ in prompts]
-        answers = [Answer(self._tokenizer.stream(prompt), stops) for prompt in prompts]
+        options = [body.options(max(room, 1), info.stop_tokens) for _ in prompts]
+        answers = [Answer(self._tokenizer.stream(prompt), body.stops) for prompt in prompts]
         self._answers.update(answers)
+        usage, response = (
+            _Usage(sum(map(len, prompts))),
+            form(self._name, self._logprobs, body.logprobs_count is not None),
+        )
         try:
-            submits = (self._engine.submit(prompt, **own) for prompt, own in zip(prompts, options, strict=True))
-            found = await asyncio.gather(*submits, return_exceptions=True)
-            for answer, outputs in zip(answers, found, strict=True):
-                if not isinstance(outputs, BaseException):
-                    answer.accept(outputs)
-            for error in found:
-                if isinstance(error, ValueError):
-                    raise Refused(str(error)) from None
-                if isinstance(error, BaseException):
-                    raise error
-            self._metrics.prompt_tokens.inc(sum(map(len, prompts)))
+            await self._submit(answers, prompts, options)
+            self._metrics.prompt_tokens.inc(usage.prompt_tokens)
             pieces = _merged([self._timed(answer, arrival) for answer in answers])
-            usage = _Usage(sum(map(len, prompts)))
-            made = form(self._name, self._logprobs, asked.logprobs_count is not None)
-            if not asked.stream:
-                return _json(await _unless_disconnected(request, made.whole(pieces, len(prompts), usage)))
+            if not body.stream:
+                return _json(await _unless_disconnected(request, response.whole(pieces, len(prompts), usage)))
         except BaseException:
             self._dropped(answers)
             raise
-        with_usage = asked.stream_options is not None and asked.stream_options.include_usage
-        events = self._events(answers, made.stream(pieces, usage, with_usage))
+        with_usage = body.stream_options is not None and body.stream_options.include_usage
+        events = self._events(answers, response.stream(pieces, usage, with_usage))
         return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+
+    async def _submit(self, answers: list[Answer], prompts: list[list[int]], options: Sequence[RequestOptions]) -> None:
+        """Has the engine accept the prompts; Refused if it rejects one."""
+        submits = (self._engine.submit(prompt, **own) for prompt, own in zip(prompts, options, strict=True))
+        found = await asyncio.gather(*submits, return_exceptions=True)
+        for answer, outputs in zip(answers, found, strict=True):
+            if not isinstance(outputs, BaseException):
+                answer.accept(outputs)  # all of them, so that they can be cancelled if one is rejected
+        for error in found:
+            if isinstance(error, ValueError):
+                raise Refused(str(error)) from None
+            if isinstance(error, BaseException):
+                raise error
 
     def _dropped(self, answers: list[Answer]) -> None:
         for answer in answers:
@@ -246,12 +253,12 @@ class Server:
 
     async def _timed(self, answer: Answer, arrival: float) -> AsyncIterator[Piece]:
         """The pieces of an answer, counted."""
-        metrics, last = self._metrics, arrival
+        metrics, last = self._metrics, None
         try:
             async for piece in answer:
                 now, count = time.perf_counter(), len(piece.tokens)
                 if count:
-                    if last is arrival:
+                    if last is None:
                         metrics.first_token.observe(now - arrival)
                     else:
                         for _ in range(count):
@@ -359,14 +366,14 @@ class _CompletionForm(_Form):
 
     def __init__(self, *args):
         super().__init__(*args)
-        self._offsets: dict[int, int] = {}
+        self._offsets = defaultdict[int, int](int)
+        """The characters of all tokens so far, by the index of the choice."""
 
     def choice(self, index, piece):
         logprobs = None
         if self._with_logprobs:
-            offset = self._offsets.get(index, 0)
-            logprobs = self._logprobs.of_completion(piece, offset)
-            self._offsets[index] = offset + sum(map(len, logprobs["tokens"]))
+            logprobs = self._logprobs.of_completion(piece, self._offsets[index])
+            self._offsets[index] += sum(map(len, logprobs["tokens"]))
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish_reason}
 
     delta = choice

@@ -23,13 +23,12 @@ from typing import Any, Unpack
 from jaxkv.server.client import EngineEnded
 from jaxkv.serving import Engine, EngineInfo, EngineStats, Output, Request
 from jaxkv.serving.request import RequestOptions
+from jaxkv.terminal.mistakes import mistake
 
 _log = logging.getLogger("jaxkv")
 
 MOST_FAILURES = 3
 """After so many steps in a row that raised an exception, the process ends.  After fewer, the engine continues."""
-MISTAKES = (ValueError, ImportError, OSError, NotImplementedError, MemoryError)
-"""Exceptions of `make_engine` that users can mend, which `started` raises as ValueError."""
 END = "end"
 """The message after which the process ends."""
 GONE = "the engine has ended: its process wrote the reason to standard error"
@@ -270,8 +269,10 @@ def _serve(make_engine: Callable[[], Engine], connection: Connection) -> None:
         signal.signal(number, signal.SIG_IGN)
     try:
         engine = make_engine()
-    except MISTAKES as error:
-        connection.send(("failed", str(error) or type(error).__name__))
+    except Exception as error:
+        if not (message := mistake(error)):
+            raise
+        connection.send(("failed", message))
         return
     connection.send(("info", engine.info))
     with contextlib.suppress(BrokenPipeError):  # the server has been killed

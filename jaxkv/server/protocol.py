@@ -44,7 +44,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 """Fields of OpenAI's requests that are not supported, and the values of each that change nothing.  null is one, too."""
 IGNORED = ("user", "safety_identifier", "prompt_cache_key")
-"""Fields that say who asks."""
+"""Fields that identify the user."""
 
 
 class Refused(Exception):
@@ -59,9 +59,6 @@ class Refused(Exception):
         """The body of the answer, as OpenAI's clients expect it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": None}}
-
-
-type Text = Annotated[str, Meta(max_length=1000)]
 
 
 class StreamOptions(Struct, forbid_unknown_fields=True):
@@ -99,7 +96,7 @@ class Common(Struct, forbid_unknown_fields=True, kw_only=True):
 
     @property
     def logprobs_count(self) -> int | None:
-        """For how many most likely tokens the log probabilities are asked; None for none at all."""
+        """How many of the most likely tokens have log probabilities in the answer; None for no log probabilities."""
         raise NotImplementedError
 
     def options(self, max_tokens: int, stop_tokens: frozenset[int]) -> RequestOptions:

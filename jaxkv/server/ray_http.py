@@ -45,8 +45,8 @@ class HTTP:
     """Tokenizers, streams of text and HTTP, in a process of their own."""
 
     def __init__(self, replicas: DeploymentHandle, folder: Path, name: str, limits: Limits):
-        chat = ChatTemplate(folder) if ChatTemplate.exists(folder) else None
-        self._server = Server(RayEngine(replicas), name=name, tokenizer=Tokenizer(folder), chat=chat, limits=limits)
+        tokenizer, chat = Tokenizer(folder), ChatTemplate.find(folder)
+        self._server = Server(RayEngine(replicas), name=name, tokenizer=tokenizer, chat=chat, limits=limits)
 
     def __serve_build_asgi_app__(self):
         return self._server.app

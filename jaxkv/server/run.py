@@ -1,9 +1,9 @@
 """Runs a server: the engine's process, the HTTP connections, and how both end."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, override
@@ -13,6 +13,7 @@ import uvicorn
 
 from jaxkv import models
 from jaxkv.server.app import Limits, Server
+from jaxkv.server.client import EngineEnded
 from jaxkv.server.engine_process import EngineProcess
 from jaxkv.serving import Engine
 from jaxkv.terminal.memory import device_memory, nbytes, require_memory
@@ -28,85 +29,58 @@ CLOSING_SECONDS = 5
 """How long connections may take to close in the end."""
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of the engine; None stands for its default."""
-
-    max_requests: int
-    max_len: int | None = None
-    max_num_batched_tokens: int | None = None
-    num_blocks: int | None = None
-
-
-def make_engine(folder: Path, sizes: Sizes, options: dict[str, Any]) -> Engine:
+def make_engine(folder: Path, *, num_blocks: int | None, sizes: dict[str, Any], options: dict[str, Any]) -> Engine:
     """An engine that is ready for its first requests, while other programs are still compiled.
 
     Args:
       folder: of the checkpoint.
-      sizes: of the engine.
+      num_blocks: blocks of the cache; None for as many as a GPU's memory holds.
+      sizes: other sizes of the engine.
       options: of `jaxkv.models.load`.
     """
     model = models.load(folder, **options, progress=partial(progress, what="loading"))
     one, two = (nbytes(jax.eval_shape(lambda n=n: model.cache(n))) for n in (1, 2))
-    weights, device, num_blocks = nbytes(model.params), jax.devices()[0], sizes.num_blocks
+    weights, device = nbytes(model.params), jax.devices()[0]
     if num_blocks is None:
         room = MEMORY_FRACTION * device_memory(device) - weights
         num_blocks = BLOCKS_ON_CPUS if device.platform == "cpu" else max(int(room) // (two - one), 1)
     require_memory(f"{num_blocks} blocks, beside the weights", weights + one + (num_blocks - 1) * (two - one))
-    engine = Engine(
-        model,
-        num_blocks=num_blocks,
-        max_requests=sizes.max_requests,
-        max_len=sizes.max_len,
-        max_num_batched_tokens=sizes.max_num_batched_tokens,
-    )
+    engine = Engine(model, num_blocks=num_blocks, **sizes)
     notice(f"{num_blocks} blocks of {engine.block_size} tokens on {device.device_kind}; compiling")
     engine.warm_up(wait=False)
     return engine
 
 
 def run(
-    folder: Path,
-    *,
-    name: str,
-    sizes: Sizes,
-    options: dict[str, Any],
-    host: str,
-    port: int,
-    limits: Limits,
-    drain: float,
+    make_engine: Callable[[], Engine], folder: Path, *, name: str, host: str, port: int, limits: Limits, drain: float
 ) -> int:
     """Serves until SIGTERM or SIGINT; returns 0, or 1 if the engine has ended by itself.
 
     Args:
-      folder: of the checkpoint.
+      make_engine: makes the engine, in its process; it is pickled.
+      folder: of the checkpoint, whose tokenizer and chat template are read.
       name: that clients use for the model.
-      sizes: of the engine.
-      options: of `jaxkv.models.load`.
       host: the address to listen on.
       port: the port; 0 for a free one, which is printed.
       limits: what is accepted.
       drain: seconds in which requests may end after the signal.
 
     Raises:
-      ValueError: the tokenizer or the chat template cannot be read.
+      ValueError: the engine cannot be made, or the tokenizer or the chat template cannot be read.
       OSError: the address cannot be used.
     """
-    tokenizer = Tokenizer(folder)
-    chat = ChatTemplate(folder) if ChatTemplate.exists(folder) else None
+    served = partial(Server, name=name, tokenizer=Tokenizer(folder), chat=ChatTemplate.find(folder), limits=limits)
     with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
-        start = partial(EngineProcess, partial(make_engine, folder, sizes, options))
-        served = partial(Server, name=name, tokenizer=tokenizer, chat=chat, limits=limits)
-        return asyncio.run(_run(start, served, listening, drain))
+        return asyncio.run(_run(make_engine, served, listening, drain))
 
 
 async def _run(
-    start: Callable[[], EngineProcess],
+    make_engine: Callable[[], Engine],
     served: Callable[[EngineProcess], Server],
     listening: socket.socket,
     drain: float,
 ) -> int:
-    engine, signalled = start(), asyncio.Event()
+    engine, signalled = EngineProcess(make_engine), asyncio.Event()
     server = served(engine)
     # Without its own log of requests, which may hold prompts.
     config = uvicorn.Config(
@@ -130,7 +104,8 @@ async def _run(
     stopped.cancel()
     starting.cancel()
     if failed:
-        await starting  # raises why it could not be made
+        with contextlib.suppress(EngineEnded):
+            await starting  # raises why it could not be made
         notice("jaxkv serve: the engine has ended")
     return int(failed)
 

@@ -66,7 +66,7 @@ class BlockManager:
     def prefix(self, request: Request, running: Sequence[Request]) -> Prefix:
         """The longest cached prefix of a request that waits."""
         if self._next is None or self._next[0] is not request:
-            keys = [key for table in self.tables for key in request.keys_of(table.name)]
+            keys = (key for table in self.tables for key in request.keys_of(table.name))
             self._next = request, self.tiers.blocks_of(keys)
         prefix = Prefix.of(request, running, self.tables, self.pool, self._next[1])
         if self.loads and not prefix.awaited:

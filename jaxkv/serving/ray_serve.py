@@ -103,7 +103,10 @@ class _Blocks:
         while not self._new.empty():
             event = self._new.get()
             keys = {key[:KEY_BYTES] for key in event.keys}
-            self._keys = self._keys | keys if event.kind == "stored" else self._keys - keys
+            if event.kind == "stored":
+                self._keys |= keys
+            else:
+                self._keys -= keys
         return self._keys
 
 

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Collection, Container, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -89,7 +89,7 @@ class BlocksOfAll(Container[bytes]):
       exchange: that of the processes.
     """
 
-    def __init__(self, keys: Sequence[bytes], own: Container[bytes], exchange: Exchange):
+    def __init__(self, keys: Iterable[bytes], own: Container[bytes], exchange: Exchange):
         self._keys, self._own, self._exchange = tuple(keys), own, exchange
 
     def __contains__(self, key: object) -> bool:
@@ -170,7 +170,7 @@ class Tiers:
             self._failed("were not looked up", 1, error)
             return False
 
-    def blocks_of(self, keys: Sequence[bytes]) -> Container[bytes]:
+    def blocks_of(self, keys: Iterable[bytes]) -> Container[bytes]:
         """Those of these blocks that can be loaded.
 
         With several processes, the result remains what they had at the first look-up, so that a request which waits for

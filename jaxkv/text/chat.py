@@ -49,10 +49,10 @@ class ChatTemplate:
         except TemplateError as error:
             raise ValueError(f"the chat template of {folder} cannot be read: {error}") from None
 
-    @staticmethod
-    def exists(folder: Path) -> bool:
-        """Whether a checkpoint has a chat template; ValueError if its files cannot be read."""
-        return _source(folder, _config(folder)) is not None
+    @classmethod
+    def find(cls, folder: Path) -> "ChatTemplate | None":
+        """The chat template of a checkpoint, or None if it has none; the errors are those of the class."""
+        return None if _source(folder, _config(folder)) is None else cls(folder)
 
     def render(self, messages: Sequence[Mapping[str, Any]]) -> str:
         """The text of a conversation up to the beginning of the model's answer, special tokens included.

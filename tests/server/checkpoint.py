@@ -5,7 +5,9 @@ import shutil
 import string
 from pathlib import Path
 
-MODEL = Path(__file__).parents[1] / "data" / "models" / "deepseek_v3"
+from support.recorded import FOLDER
+
+FAMILY = "deepseek_v3"
 VOCABULARY = ["<bos>", "<eos>", *string.printable[:93], " ", "\n"]
 """As many as the model has."""
 TEMPLATE = """\
@@ -16,11 +18,16 @@ TEMPLATE = """\
 {% if add_generation_prompt %}assistant: {% endif %}"""
 
 
+def text_of(tokens) -> str:
+    """The text of tokens, without special ones."""
+    return "".join(VOCABULARY[token] for token in tokens if token > 1)
+
+
 def write(folder: Path) -> Path:
     """Writes the checkpoint to a folder, which it returns."""
     from tokenizers import AddedToken, Tokenizer, decoders, models
 
-    shutil.copytree(MODEL, folder, dirs_exist_ok=True)
+    shutil.copytree(FOLDER / FAMILY, folder, dirs_exist_ok=True)
     tokenizer = Tokenizer(models.BPE({token: number for number, token in enumerate(VOCABULARY)}, []))
     tokenizer.decoder = decoders.Fuse()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in VOCABULARY[:2]])

@@ -1,10 +1,8 @@
 """Servers as processes of their own, as users start them."""
 
-import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,12 +11,13 @@ from importlib.util import find_spec
 import pytest
 
 from server import checkpoint
-from support.jobs import ROOT
+from support.jobs import environment
 
 PACKAGES = ("openai", "httpx", "starlette", "uvicorn", "msgspec", "prometheus_client", "jinja2", "tokenizers")
 """The extra `serve`, and clients."""
 collect_ignore_glob = ["test_*.py"] * any(find_spec(package) is None for package in PACKAGES)
 KEY = "a key of the tests"
+GREEDY = {"model": "tiny", "temperature": 0}
 
 
 @dataclass
@@ -28,19 +27,12 @@ class Served:
     process: subprocess.Popen[str]
     url: str
 
-    def stop(self, number: int) -> int:
-        """Sends a signal and waits; returns the exit status."""
-        self.process.send_signal(number)
-        return self.process.wait(timeout=60)
-
 
 @contextmanager
 def serving(folder, *arguments: str) -> Iterator[Served]:
     """A server of a checkpoint on a free port."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "JAXKV_API_KEY": KEY}
     command = [sys.executable, "-m", "jaxkv", "serve", str(folder), "--port", "0", *arguments]
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(command, env=environment(JAXKV_API_KEY=KEY), stderr=subprocess.PIPE, text=True)
     assert process.stderr
     seen = []
     try:
@@ -70,4 +62,20 @@ def served(folder):
     with serving(folder, *sizes, "--served-model-name", "tiny") as server:
         yield server
         assert server.process.poll() is None
-        time.sleep(0)
+
+
+def held(served):
+    """Requests that the engine has, and blocks that they hold."""
+    import httpx
+
+    lines = httpx.get(f"{served.url}/metrics").text.splitlines()
+    numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    names = ("requests_waiting", "requests_running", "cache_usage")
+    return [float(numbers[f"jaxkv_{name}"]) for name in names]
+
+
+def wait_until_idle(served):
+    for _ in range(2000):
+        if held(served) == [0, 0, 0]:
+            return
+    pytest.fail(f"requests and blocks are still held: {held(served)}")

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.conftest import KEY
-from server.test_server import GREEDY, recorded, text_of, wait_until_idle  # noqa: F401 (a fixture)
+from server.checkpoint import FAMILY, text_of
+from server.conftest import GREEDY, KEY, wait_until_idle
+from support.recorded import recorded
 
 pytestmark = pytest.mark.ci
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -72,12 +73,12 @@ def test_any_body_is_answered(post, path, body):
         assert answer.json()["error"]["message"]
 
 
-def test_clients_at_random(served, recorded):  # noqa: F811
+def test_clients_at_random(served):
     """200 requests, several times as many as run at once; some go away before the end, and all others are right."""
     rng = random.Random(0)
 
     async def one(client):
-        prompt, tokens = rng.choice(recorded)
+        prompt, tokens = rng.choice(recorded(FAMILY))
         known, count = rng.randrange(20), rng.randint(1, 30)
         body = {**GREEDY, "prompt": [*prompt, *tokens[:known]], "max_tokens": count, "stream": True}
         most = rng.randint(0, count) if rng.random() < 0.4 else None

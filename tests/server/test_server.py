@@ -5,16 +5,17 @@ import json
 import signal
 
 import httpx
-import numpy as np
 import openai
 import pytest
 
 from jaxkv.cli import main
-from server import checkpoint
-from server.conftest import KEY, serving
+from server.checkpoint import FAMILY, VOCABULARY, text_of
+from server.conftest import GREEDY, KEY, serving, wait_until_idle
+from support.recorded import recorded
 
 pytestmark = pytest.mark.ci
-GREEDY = {"model": "tiny", "temperature": 0}
+RECORDED = recorded(FAMILY)
+"""Prompts, and the tokens that follow them."""
 
 
 @pytest.fixture(scope="module")
@@ -29,47 +30,19 @@ def patient(served):
     return lambda: openai.AsyncOpenAI(base_url=f"{served.url}/v1", api_key=KEY, max_retries=0)
 
 
-@pytest.fixture(scope="module")
-def recorded():
-    """Prompts and the tokens that follow them."""
-    with np.load(checkpoint.MODEL / "truth.npz") as truth:
-        pairs = zip(truth["prompts"], truth["prompt_lens"], truth["tokens"], strict=True)
-        return [(prompt[:length].tolist(), tokens.tolist()) for prompt, length, tokens in pairs]
-
-
-def text_of(tokens):
-    """Without special tokens."""
-    return "".join(checkpoint.VOCABULARY[token] for token in tokens if token > 1)
-
-
-def held(served):
-    """Requests that the engine has, and blocks that they hold."""
-    lines = httpx.get(f"{served.url}/metrics").text.splitlines()
-    numbers = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
-    names = ("requests_waiting", "requests_running", "cache_usage")
-    return [float(numbers[f"jaxkv_{name}"]) for name in names]
-
-
-def wait_until_idle(served):
-    for _ in range(2000):
-        if held(served) == [0, 0, 0]:
-            return
-    pytest.fail(f"requests and blocks are still held: {held(served)}")
-
-
-def test_tokens_are_those_of_the_recorded_model(client, recorded):
-    for prompt, tokens in recorded:
+def test_tokens_are_those_of_the_recorded_model(client):
+    for prompt, tokens in RECORDED:
         answer = client.completions.create(prompt=prompt, max_tokens=len(tokens), **GREEDY)
         assert (answer.choices[0].text, answer.choices[0].finish_reason) == (text_of(tokens), "length")
         usage = answer.usage
         assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt), len(tokens))
-    answer = client.completions.create(prompt=[prompt for prompt, _ in recorded], max_tokens=9, **GREEDY)
-    assert [choice.text for choice in answer.choices] == [text_of(tokens[:9]) for _, tokens in recorded]
-    assert [choice.index for choice in answer.choices] == list(range(len(recorded)))
+    answer = client.completions.create(prompt=[prompt for prompt, _ in RECORDED], max_tokens=9, **GREEDY)
+    assert [choice.text for choice in answer.choices] == [text_of(tokens[:9]) for _, tokens in RECORDED]
+    assert [choice.index for choice in answer.choices] == list(range(len(RECORDED)))
 
 
-def test_streams_have_the_same_text(client, recorded):
-    prompt, tokens = recorded[0]
+def test_streams_have_the_same_text(client):
+    prompt, tokens = RECORDED[0]
     options = {"stream_options": {"include_usage": True}, "logprobs": 2}
     *chunks, last = client.completions.create(prompt=prompt, max_tokens=len(tokens), stream=True, **options, **GREEDY)
     assert "".join(chunk.choices[0].text for chunk in chunks) == text_of(tokens)
@@ -79,7 +52,7 @@ def test_streams_have_the_same_text(client, recorded):
     logprobs = [value for chunk in chunks for value in chunk.choices[0].logprobs.token_logprobs]
     whole = client.completions.create(prompt=prompt, max_tokens=len(tokens), logprobs=2, **GREEDY).choices[0].logprobs
     assert logprobs == pytest.approx(whole.token_logprobs, abs=1e-4)
-    assert whole.tokens == [checkpoint.VOCABULARY[token] for token in tokens]
+    assert whole.tokens == [VOCABULARY[token] for token in tokens]
     for token, value, top in zip(whole.tokens, whole.token_logprobs, whole.top_logprobs, strict=True):
         assert len(top) == 2
         assert top[token] == value == max(top.values())
@@ -88,7 +61,7 @@ def test_streams_have_the_same_text(client, recorded):
 def test_texts_and_chats_are_prompts_of_their_tokens(client):
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     text = "<bos>system: Be brief.\nuser: Why?\nassistant: "
-    ids = [0, *(checkpoint.VOCABULARY.index(character) for character in text.removeprefix("<bos>"))]
+    ids = [0, *(VOCABULARY.index(character) for character in text.removeprefix("<bos>"))]
     right = client.completions.create(prompt=ids, max_tokens=12, **GREEDY).choices[0].text
     assert client.completions.create(prompt=text, max_tokens=12, **GREEDY).choices[0].text == right
     answer = client.chat.completions.create(messages=messages, max_tokens=12, **GREEDY)
@@ -110,8 +83,8 @@ def test_generate_answers_like_the_server(client, folder, capsys):
     assert capsys.readouterr().out == f"{right}\n"
 
 
-def test_answers_end_before_stop_strings(client, recorded):
-    prompt, tokens = recorded[0]
+def test_answers_end_before_stop_strings(client):
+    prompt, tokens = RECORDED[0]
     text = text_of(tokens)
     stop = text[20:23]
     right = text[: text.index(stop)]
@@ -137,9 +110,9 @@ def test_seeds(client):
     assert drawn(seed=1, top_p=1e-6) == drawn(temperature=0) == drawn(seed=2, extra_body={"top_k": 1})
 
 
-def test_64_clients_at_once(patient, recorded, served):
+def test_64_clients_at_once(patient, served):
     async def one(client, number):
-        prompt, tokens = recorded[number % len(recorded)]
+        prompt, tokens = RECORDED[number % len(RECORDED)]
         count = 5 + number % 40
         stream = await client.completions.create(prompt=prompt, max_tokens=count, stream=True, **GREEDY)
         text = "".join([chunk.choices[0].text async for chunk in stream])
@@ -153,9 +126,9 @@ def test_64_clients_at_once(patient, recorded, served):
     wait_until_idle(served)
 
 
-def test_clients_that_go_away_cancel_their_requests(patient, served, recorded):
+def test_clients_that_go_away_cancel_their_requests(patient, served):
     async def stream(client):
-        prompt, _ = recorded[0]
+        prompt, _ = RECORDED[0]
         chunks = await client.completions.create(prompt=prompt, max_tokens=400, stream=True, **GREEDY)
         async for _ in chunks:
             await chunks.close()
@@ -163,7 +136,7 @@ def test_clients_that_go_away_cancel_their_requests(patient, served, recorded):
 
     async def whole(client):
         with pytest.raises(openai.APITimeoutError):
-            await client.completions.create(prompt=recorded[0][0], max_tokens=400, timeout=0.2, **GREEDY)
+            await client.completions.create(prompt=RECORDED[0][0], max_tokens=400, timeout=0.2, **GREEDY)
 
     async def main():
         async with patient() as client:
@@ -258,8 +231,8 @@ def test_other_statuses(client, served):
     assert httpx.get(f"{served.url}/health").json()["status"] == "ready"
 
 
-def test_sigterm_lets_requests_end(folder, recorded):
-    prompt, tokens = recorded[0]
+def test_sigterm_lets_requests_end(folder):
+    prompt, tokens = RECORDED[0]
     body = {"prompt": prompt, "max_tokens": len(tokens), "temperature": 0, "stream": True}
     headers = {"Authorization": f"Bearer {KEY}"}
     with serving(folder, "--blocks", "24", "--max-requests", "2") as server, httpx.Client(headers=headers) as client:

@@ -17,16 +17,19 @@ from ray import serve
 from jaxkv import models, serving
 from jaxkv.server import ray_http
 from server import checkpoint
+from server.checkpoint import FAMILY
 from support.jobs import free_port
+from support.recorded import FOLDER, recorded
 
-MODEL = checkpoint.MODEL
 BLOCK, PREFIXES, PREFIX, TIMES, CLIENTS = 8, 20, 64, 12, 16
 
 
 def make_engine():
     """An engine whose cache has room for half of the prefixes, and for the further tokens of two requests."""
     num_blocks = PREFIXES * PREFIX // BLOCK // 2 + 6
-    engine = serving.Engine(models.load(MODEL), num_blocks=num_blocks, block_size=BLOCK, max_requests=2, chunk=32)
+    engine = serving.Engine(
+        models.load(FOLDER / FAMILY), num_blocks=num_blocks, block_size=BLOCK, max_requests=2, chunk=32
+    )
     engine.warm_up()
     return engine
 
@@ -70,10 +73,7 @@ async def completed(url, prompt, **options):
 
 
 async def main(handle, url):
-    with np.load(MODEL / "truth.npz") as truth:
-        lengths = truth["prompt_lens"]
-        prompts = [prompt[:length].tolist() for prompt, length in zip(truth["prompts"], lengths, strict=True)]
-        right = truth["tokens"].tolist()
+    prompts, right = zip(*recorded(FAMILY), strict=True)
     found = {"right": right}
     found["generated"] = await all_generated(handle, prompts, max_tokens=len(right[0]), stop=())
 

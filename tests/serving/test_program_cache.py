@@ -1,6 +1,5 @@
 """Executables that are kept on disk, and what they are found by."""
 
-import os
 import pickle
 import subprocess
 import sys
@@ -12,7 +11,7 @@ import pytest
 from jaxkv.serving import program_cache
 from jaxkv.serving.program_cache import FOLDER, Program
 from serving.toy_engines import LOWERED, engine, names_of, serve
-from support.jobs import ROOT
+from support.jobs import environment
 from support.toy_model import prompt
 
 X, Y = jnp.arange(4.0), jnp.ones(4)
@@ -98,12 +97,10 @@ print(*program("size", jnp.arange(4.0)))
 def test_executables_of_jaxs_own_cache_are_not_kept(tmp_path):
     """On CPUs, XLA serialises them without their functions, so that they would not run in the next process."""
     settings = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
-    environment = {**os.environ, **settings, "PYTHONPATH": paths}
 
     def printed():
         process = [sys.executable, "-c", PROCESS]
-        return subprocess.run(process, env=environment, capture_output=True, text=True, check=True).stdout
+        return subprocess.run(process, env=environment(**settings), capture_output=True, text=True, check=True).stdout
 
     right = printed()
     (file,) = (tmp_path / FOLDER).iterdir()

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ import pytest
 
 from jaxkv.offload import prefix_keys
 from server import checkpoint
-from support.jobs import ROOT
+from support.jobs import ROOT, environment
 
-ray_serve = pytest.importorskip("jaxkv.serving.ray_serve", exc_type=ModuleNotFoundError)
+ray_serve = pytest.importorskip("jaxkv.serving.ray_serve", reason="needs the extra `ray`", exc_type=ModuleNotFoundError)
 
 NAMES = {"block_size": 4, "layout_fingerprint": "layout", "model": "model"}
 
@@ -94,15 +93,14 @@ def test_before_replicas_have_reported():
 @pytest.mark.slow  # Ray starts a dozen processes, which takes minutes on two cores
 def test_two_replicas():
     """Tokens are right, errors arrive, a caller that goes away cancels, and prefixes are found."""
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, "RAY_USAGE_STATS_ENABLED": "0"}
     command = [sys.executable, str(ROOT / "tests" / "serving" / "ray_replicas.py")]
-    printed = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
+    printed = subprocess.run(
+        command, env=environment(RAY_USAGE_STATS_ENABLED="0"), capture_output=True, text=True, timeout=500
+    )
     assert printed.returncode == 0, printed.stderr
     found = json.loads(next(line for line in printed.stdout.splitlines() if line.startswith('{"right"')))
     assert found["generated"] == [[tokens, "length"] for tokens in found["right"]]
-    texts = ["".join(checkpoint.VOCABULARY[token] for token in tokens if token > 1) for tokens in found["right"]]
-    assert found["texts"] == [[200, text] for text in texts]
+    assert found["texts"] == [[200, checkpoint.text_of(tokens)] for tokens in found["right"]]
     refused = "`prompt` has token id 97: expected one or more token ids from 0 to 96"
     assert found["refused"] == [400, refused]
     assert "`prompt` is empty: expected one or more token ids" in found["error"]

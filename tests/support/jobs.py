@@ -18,6 +18,12 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+def environment(**settings: str) -> dict[str, str]:
+    """The variables of this process, for one of Python on CPUs that imports this library and the tests."""
+    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": paths, **settings}
+
+
 @contextmanager
 def job(command: Callable[[str, int], Sequence[str]]) -> Iterator[list[subprocess.Popen[str]]]:
     """Two processes of Python on CPUs, which are killed in the end.
@@ -26,12 +32,10 @@ def job(command: Callable[[str, int], Sequence[str]]) -> Iterator[list[subproces
       command: the arguments of each, given the address of the coordinator and the number of the process.
     """
     address = f"localhost:{free_port()}"
-    paths = os.pathsep.join(map(str, (ROOT, ROOT / "kernels", ROOT / "tests")))
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": paths}
     processes = [
         subprocess.Popen(
             [sys.executable, *command(address, number)],
-            env=env,
+            env=environment(XLA_FLAGS=""),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
