@@ -1,10 +1,11 @@
-"""Serve the same requests by two engines that prefill and decode, and by one engine that prefills for one that decodes.
+"""Serve the same requests by engines that prefill and decode, and by engines that prefill for others that decode.
 
-Each engine has a GPU.  First, both serve half of the requests each, in a process of their own.  Then one prefills all
-prompts and generates the first token of each; the blocks go to the other one, which generates the rest.  Engines in two
-processes send blocks by a transport of `jaxkv.offload`, through the memory of the host.  With `--transport device`,
-both engines are in one process, each driven by a thread, and blocks go from GPU to GPU (`Engine.export` and `adopt`).
-All requests arrive at once.  The weights are random, and the same in both engines.
+Each engine has a GPU.  First, each serves an equal share of the requests, in a process of its own.  Then some
+(--prefillers) prefill all prompts and generate the first token of each; the blocks go to the others (--decoders), which
+generate the rest.  With `--transport device`, all engines are then in one process, each driven by a thread, and blocks
+go from GPU to GPU (`Engine.export` and `adopt`).  One engine that prefills and one that decodes can also be in two
+processes, which send blocks by a transport of `jaxkv.offload`, through the memory of the host.  All requests arrive at
+once.  The weights are random, and the same in all engines.
 
 Times between tokens are those of consecutive tokens of a request.  Tokens are compared: where two differ for the first
 time, both must be equally likely, up to rounding.
@@ -16,7 +17,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from functools import reduce
 from multiprocessing.connection import Client, Listener
 from queue import SimpleQueue
 from statistics import median
@@ -52,7 +54,7 @@ OF_DUMMY = 4
 """Output tokens of the request that is served before the others."""
 
 SIZES: Sizes = {
-    "requests": ("requests, an even number (64; 4 on CPUs)", 64, 4),
+    "requests": ("requests, the same number for each engine (64; 4 on CPUs)", 64, 4),
     "prompt": ("tokens of each prompt (2048; 128 on CPUs)", 2048, 128),
     "output": ("tokens that each generates, at least 2 (256; 8 on CPUs)", 256, 8),
 }
@@ -63,7 +65,7 @@ class Served:
     """How requests were served.  Times are those of `time.monotonic`, which the processes of a machine share."""
 
     submitted: list[float]
-    """When each request was submitted."""
+    """When each request was submitted; 0 if it was not."""
     times: list[list[float]]
     """When each of its tokens was there."""
     tokens: list[list[int]]
@@ -80,19 +82,15 @@ class Served:
         return Served([0.0] * count, [[] for _ in range(count)], [[] for _ in range(count)])
 
     def then(self, other: "Served") -> "Served":
-        """The same requests, whose further tokens another engine has generated."""
+        """The same requests.  Another engine has served some of them, or has generated their further tokens."""
         return Served(
-            self.submitted,
+            [first or later for first, later in zip(self.submitted, other.submitted, strict=True)],
             [first + rest for first, rest in zip(self.times, other.times, strict=True)],
             [first + rest for first, rest in zip(self.tokens, other.tokens, strict=True)],
             self.loaded + other.loaded,
             self.failures + other.failures,
             self.late + other.late,
         )
-
-    def beside(self, other: "Served") -> "Served":
-        """These requests and others, which another engine has served at the same time."""
-        return Served(*(getattr(self, part.name) + getattr(other, part.name) for part in fields(Served)))
 
     def summary(self) -> dict[str, Any]:
         """Numbers for a file of measurements."""
@@ -123,15 +121,33 @@ class Job:
     chunks: int
     """The most chunks per step."""
     transport: str
+    prefillers: int
+    """Engines that only prefill."""
+    decoders: int
+    """Engines that only decode."""
 
-    def prompts(self, vocabulary: int) -> list[list[int]]:
-        """Random prompts [1 + requests]; the first is that of a dummy."""
-        rng = np.random.default_rng(0)
-        return rng.integers(0, vocabulary, (1 + self.requests, self.prompt)).tolist()
+    @property
+    def dummies(self) -> int:
+        """Requests that are served before the others: one for each pair of a prefiller and a decoder."""
+        return self.prefillers * self.decoders
+
+    def prompts(self, vocabulary: int) -> tuple[list[list[int]], list[list[int]]]:
+        """Random prompts of the dummies, and of all requests."""
+        count = self.dummies
+        prompts = np.random.default_rng(0).integers(0, vocabulary, (count + self.requests, self.prompt)).tolist()
+        return prompts[:count], prompts[count:]
+
+    def prefiller(self, number: int) -> int:
+        """Which engine prefills a dummy or a request."""
+        return number % self.prefillers
+
+    def decoder(self, number: int) -> int:
+        """Which engine decodes it."""
+        return number // self.prefillers % self.decoders
 
 
 class Server:
-    """A model and its engines, all of the same sizes, each of which has served one request.  The object of a `Peer`.
+    """A model and its engines, all of the same sizes, each of which has served dummies.  The object of a `Peer`.
 
     Args:
       job: what is served.
@@ -144,14 +160,14 @@ class Server:
         tables, tokens = tables_of(described.layout(1), described.usual_block_size), job.prompt + job.output
         self._blocks = job.requests * sum(table.most_held(tokens, tokens) for table in tables)
         """Blocks of all requests, the cache of an engine."""
-        self._offered = (1 + job.requests) * sum(table.up_to(job.prompt) for table in tables)
-        """Blocks of all prompts, the dummy's included."""
+        self._offered = (job.dummies + job.requests) * sum(table.up_to(job.prompt) for table in tables)
+        """Blocks of all prompts, those of dummies included."""
         most = job.requests + job.chunks * job.chunk
         needed = random_models.Needed(
             self._blocks, job.requests + job.chunks, most, other_blocks=self._blocks, host_blocks=self._offered
         )
         self._model = random_models.random_model(job.model, described, needed)
-        self._dummy, *self._prompts = job.prompts(self._model.config.vocab_size)
+        self._dummies, self._prompts = job.prompts(self._model.config.vocab_size)
         self._engines: dict[str, Engine] = {}
         self._first: SimpleQueue[tuple[int, int, ExportedBlocks | None]] = SimpleQueue()
         """Numbers of requests whose prompts have been prefilled, their first tokens, and their blocks, if these are not
@@ -175,14 +191,13 @@ class Server:
         return engine
 
     def make_both(self) -> None:
-        """Makes the engine that prefills and decodes half of the requests."""
+        """Makes the engine that prefills and decodes a share of the requests."""
         self._engines["both"] = self._engine()
-        self._serve("both", {0: self._dummy}, OF_DUMMY)
+        self._serve("both", self._dummies, range(len(self._dummies)), OF_DUMMY)
 
-    def serve_half(self, half: int) -> Served:
-        """Serves the first or the second half of the requests."""
-        count = self._job.requests // 2
-        return self._serve("both", dict(enumerate(self._prompts[half * count :][:count])), self._job.output)
+    def serve_share(self, share: int, shares: int) -> Served:
+        """Serves one of so many equal shares of the requests."""
+        return self._serve("both", self._prompts, range(share, self._job.requests, shares), self._job.output)
 
     def offer_blocks(self, authkey: bytes) -> tuple[str, int]:
         """Offers the blocks of a pool, which is empty; returns the address."""
@@ -219,29 +234,35 @@ class Server:
         connection = Client(address, "AF_UNIX", authkey=authkey)
         self._to_decoder = lambda number, token, prompt: connection.send((number, token))
 
-    def make_near(self, decoder: "Server") -> None:
-        """Makes the engine that prefills, and the one of a server of this process that decodes."""
-        self._engines["prefill"], decoder._engines["decode"] = self._engine(), decoder._engine()
+    def make_near_prefiller(self, decoders: Sequence["Server"]) -> None:
+        """Makes the engine that prefills, for decoders of this process."""
+        engine = self._engines["prefill"] = self._engine()
 
         def send(number: int, token: int, prompt: list[int]) -> None:
-            decoder._first.put((number, token, self._engines["prefill"].export(prompt)))
+            decoders[self._job.decoder(number)]._first.put((number, token, engine.export(prompt)))
 
         self._to_decoder = send
 
-    def prefill(self, dummy: bool) -> Served:
-        """Prefills all prompts, or that of the dummy, and sends the first tokens to the engine that decodes."""
-        prompts = [self._dummy] if dummy else self._prompts
+    def make_near_decoder(self) -> None:
+        """Makes the engine that decodes what prefillers of this process send."""
+        self._engines["decode"] = self._engine()
+
+    def prefill(self, dummies: bool, prefiller: int = 0) -> Served:
+        """Prefills the prompts of requests or dummies that this prefiller has, and sends the first tokens on."""
+        prompts = self._dummies if dummies else self._prompts
+        mine = [number for number in range(len(prompts)) if self._job.prefiller(number) == prefiller]
 
         def send(number: int, token: int) -> None:
             self._to_decoder(number, token, prompts[number])
 
-        return self._serve("prefill", dict(enumerate(prompts)), 1, send)
+        return self._serve("prefill", prompts, mine, 1, send)
 
-    def decode(self, dummy: bool) -> Served:
-        """Generates all tokens after the first, of requests whose blocks are offered."""
-        prompts = [self._dummy] if dummy else self._prompts
+    def decode(self, dummies: bool, decoder: int = 0) -> Served:
+        """Generates all tokens after the first, of requests or dummies that this decoder has."""
+        prompts = self._dummies if dummies else self._prompts
+        mine = [number for number in range(len(prompts)) if self._job.decoder(number) == decoder]
         engine = self._engines["decode"]
-        keys = [engine.keys(prompt, block_size=engine.block_size) for prompt in prompts]
+        keys = {number: engine.keys(prompts[number], block_size=engine.block_size) for number in mine}
         first: dict[int, tuple[int, float]] = {}
         """First tokens of requests that wait for their blocks, and since when they wait."""
         late = 0
@@ -265,31 +286,38 @@ class Server:
                     late += is_late
             return found
 
-        served = self._run(engine, len(prompts), ready, (OF_DUMMY if dummy else self._job.output) - 1)
+        output = (OF_DUMMY if dummies else self._job.output) - 1
+        served = self._run(engine, len(mine), len(prompts), ready, output)
         served.late = late
         return served
 
     def _serve(
         self,
         name: str,
-        prompts: Mapping[int, list[int]],
+        prompts: Sequence[list[int]],
+        numbers: Sequence[int],
         output: int,
         on_token: Callable[[int, int], None] = lambda number, token: None,
     ) -> Served:
-        """Serves prompts that all arrive at once."""
-        left = [dict(prompts)]
-        return self._run(self._engines[name], len(prompts), lambda: left.pop() if left else {}, output, on_token)
+        """Serves those of the prompts that have these numbers, and that all arrive at once."""
+        left = [{number: prompts[number] for number in numbers}]
+
+        def ready() -> Mapping[int, list[int]]:
+            return left.pop() if left else {}
+
+        return self._run(self._engines[name], len(numbers), len(prompts), ready, output, on_token)
 
     def _run(
         self,
         engine: Engine,
         count: int,
+        of: int,
         ready: Callable[[], Mapping[int, list[int]]],
         output: int,
         on_token: Callable[[int, int], None] = lambda number, token: None,
     ) -> Served:
-        """Serves `count` requests, as soon as `ready` has the prompt of each by its number."""
-        served, numbers = Served.none(count), dict[Request, int]()
+        """Serves `count` of so many requests, as soon as `ready` has the prompt of each by its number."""
+        served, numbers = Served.none(of), dict[Request, int]()
         found, failures = engine.prefix_stats.found, engine.tiers.failures
         while len(numbers) < count or engine.unfinished:
             for number, prompt in ready().items():
@@ -335,25 +363,29 @@ class Server:
         return found
 
 
-class Pair:
-    """Two servers of one process, on its first two devices.  The object of a `Peer`."""
+class Group:
+    """The servers of one process, each on a device of its own.  The object of a `Peer`."""
 
     def __init__(self, job: Job):
-        devices = jax.devices()
-        self._prefiller, self._decoder = (Server(job, device) for device in (devices[0], devices[:2][-1]))
-        self._prefiller.make_near(self._decoder)
-        self._threads = ThreadPoolExecutor(2)
+        devices, count = jax.devices(), job.prefillers + job.decoders
+        self._threads = ThreadPoolExecutor(count)
+        servers = [*self._threads.map(lambda i: Server(job, devices[i % len(devices)]), range(count))]
+        self._prefillers, self._decoders = servers[: job.prefillers], servers[job.prefillers :]
+        made = [self._threads.submit(server.make_near_prefiller, self._decoders) for server in self._prefillers]
+        made += [self._threads.submit(server.make_near_decoder) for server in self._decoders]
+        _results(*made)
 
     def serve(self) -> Served:
-        """Serves the requests, after a dummy."""
-        for dummy in (True, False):
-            calls = self._prefiller.prefill, self._decoder.decode
-            prefilled, decoded = self._threads.map(lambda call, dummy=dummy: call(dummy), calls)
-        return prefilled.then(decoded)
+        """Serves the requests, after dummies."""
+        for dummies in (True, False):
+            prefilled = [self._threads.submit(one.prefill, dummies, i) for i, one in enumerate(self._prefillers)]
+            decoded = [self._threads.submit(one.decode, dummies, i) for i, one in enumerate(self._decoders)]
+            served = _results(*prefilled, *decoded)
+        return reduce(Served.then, served)
 
     def compare(self, first: Sequence[Sequence[int]], second: Sequence[Sequence[int]]) -> "Compared":
         """`Server.compare`."""
-        return self._prefiller.compare(first, second)
+        return self._prefillers[0].compare(first, second)
 
 
 @dataclass
@@ -370,9 +402,12 @@ class Compared:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the options: the model, the requests, and the transport of blocks."""
+    """Adds the options: the model, the requests, the engines, and the transport of blocks."""
     random_models.add_arguments(parser)
     add_sizes(parser, SIZES)
+    count = "engines that only {} in the second case (1)"
+    parser.add_argument("--prefillers", type=positive, default=1, metavar="N", help=count.format("prefill"))
+    parser.add_argument("--decoders", type=positive, default=1, metavar="N", help=count.format("decode"))
     parser.add_argument("--chunk", type=positive, default=64, metavar="N", help="prompt tokens per chunk (64)")
     parser.add_argument("--chunks", type=positive, default=10, metavar="N", help="the most chunks per step (10)")
     transport = (
@@ -388,36 +423,43 @@ def run(args: argparse.Namespace) -> int:
     share_memory()
     config = ModelConfig.read(args.config)
     with_defaults(args, SIZES, jax.devices()[0])
-    if args.requests % 2 or args.output < 2:
+    engines = args.prefillers + args.decoders
+    if args.requests % engines or args.output < 2:
         raise ValueError(
-            f"--requests is {args.requests} and --output {args.output}: expected an even number of requests, and at "
-            "least 2 tokens, of which the first is generated where the prompt is prefilled"
+            f"--requests is {args.requests} and --output {args.output}: expected a multiple of the {engines} engines, "
+            "and at least 2 tokens, of which the first is generated where the prompt is prefilled"
         )
     if args.transport != DEVICE:
         TRANSPORTS[args.transport]()  # raises here, before anything takes time, if it is not installed
+        if engines > 2:
+            raise ValueError(
+                f"--prefillers is {args.prefillers}, --decoders {args.decoders} and --transport {args.transport}: "
+                f"expected 1 and 1, or --transport {DEVICE}"
+            )
     names = "config", "entry_format", "fp8_weights", "implementation"
     options = argparse.Namespace(**{name: getattr(args, name) for name in names})
-    job = Job(options, args.requests, args.prompt, args.output, args.chunk, args.chunks, args.transport)
-    second = min(jax.device_count(), 2) - 1
+    sizes = {name: getattr(args, name) for name in (*SIZES, "chunk", "chunks", "transport", "prefillers", "decoders")}
+    job, devices = Job(options, **sizes), jax.device_count()
     with ExitStack() as stack:
         notice("making the models")
-        first, last = (stack.enter_context(Peer(device, Server, job)) for device in (0, second))
-        about = {**when_and_how(args.argv), **_results(first.begin("described"), last.begin("described"))[0]}
+        peers = [stack.enter_context(Peer(i % devices, Server, job)) for i in range(engines)]
+        about = {**when_and_how(args.argv), **_results(*(peer.begin("described") for peer in peers))[0]}
         print(
-            f"{config.architecture} of {counted(config.num_layers, 'layers')} on two of {about['device']}, "
+            f"{config.architecture} of {counted(config.num_layers, 'layers')} on {engines} of {about['device']}, "
             f"jax {jax.__version__}: {counted(args.requests, 'requests')} of {args.prompt} and {args.output} tokens"
         )
-        notice("making two engines that prefill and decode")
-        _results(first.begin("make_both"), last.begin("make_both"))
-        one, other = _results(first.begin("serve_half", 0), last.begin("serve_half", 1))
-        whole = one.beside(other)
-        print(_line("both do both", whole.summary()), flush=True)
-        notice("making an engine that prefills, and one that decodes")
+        notice(f"making {engines} engines that prefill and decode")
+        _results(*(peer.begin("make_both") for peer in peers))
+        shares = _results(*(peer.begin("serve_share", i, engines) for i, peer in enumerate(peers)))
+        whole = reduce(Served.then, shares)
+        print(_line("each does both", whole.summary()), flush=True)
+        notice(f"making {counted(args.prefillers, 'engines')} that prefill, and {args.decoders} that decode")
         if job.transport == DEVICE:
             stack.close()  # so that there is memory for the models of another process
-            first = stack.enter_context(Peer(None, Pair, job))
+            first = stack.enter_context(Peer(None, Group, job))
             divided = first.call("serve")
         else:
+            first, last = peers
             divided = _apart(first, last)
         print(_line("prefill, decode", divided.summary()), flush=True)
         compared = first.call("compare", whole.tokens, divided.tokens)
@@ -439,7 +481,6 @@ def run(args: argparse.Namespace) -> int:
         f"rounding, and {len(compared.wrong)} are wrong; the first {median(compared.agree):.0f} are equal (median)"
     )
     if args.json:
-        sizes = {name: getattr(args, name) for name in (*SIZES, "chunk", "chunks", "transport")}
         found = {"both": before, "prefill_then_decode": after, "ratios": ratios, "loaded_share": share}
         write_json(args.json, {**about, "sizes": sizes, **found, "tokens": asdict(compared)})
     return 1 if compared.wrong or divided.failures or divided.late else 0
@@ -451,8 +492,8 @@ def _apart(first: Peer, last: Peer) -> Served:
     blocks = first.call("offer_blocks", authkey)
     address, _ = _results(last.begin("make_decoder", blocks, authkey), first.begin("make_prefiller"))
     first.call("connect", address, authkey)
-    for dummy in (True, False):
-        decoded, prefilled = _results(last.begin("decode", dummy), first.begin("prefill", dummy))
+    for dummies in (True, False):
+        decoded, prefilled = _results(last.begin("decode", dummies), first.begin("prefill", dummies))
     return prefilled.then(decoded)
 
 

@@ -2,6 +2,14 @@
 
 The weights are random, which does not change the time.  Every request has the same number of cached tokens.  On NVIDIA
 GPUs, the time of a step is divided into kinds of kernels, and the gaps between kernels.
+
+With --coordinator, several commands, one per device, form one job of `jax.distributed`, whose devices divide the model
+as --parallel says.  Process 0 prints:
+
+    CUDA_VISIBLE_DEVICES=0 jaxkv bench step CONFIG --parallel data-expert --coordinator localhost:5555 --processes 2 \
+        --process 0 &
+    CUDA_VISIBLE_DEVICES=1 jaxkv bench step CONFIG --parallel data-expert --coordinator localhost:5555 --processes 2 \
+        --process 1
 """
 
 import argparse
@@ -13,10 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 
 import jaxkv
 from jaxkv import models
-from jaxkv.bench import random_models
+from jaxkv.bench import jobs, random_models
 from jaxkv.bench.inputs import with_random_layer
 from jaxkv.bench.kernel_times import by_kind, describe_shares, kernels_of, shares
 from jaxkv.models import Model, prefill
@@ -168,6 +177,7 @@ class Steps:
         for _ in range(2):  # the first run compiles
             jax.block_until_ready(self())
         count = max(10, round(LEAST_SECONDS / RUNS / self._timed(10)))
+        count = int(multihost_utils.broadcast_one_to_all(np.int32(count)))  # as many in every process
         return sum(self._timed(count) for _ in range(RUNS)) / RUNS
 
     def _timed(self, count: int) -> float:
@@ -196,6 +206,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--new-tokens", type=positive, default=1, metavar="N", help=new)
     parser.add_argument("--parallel", choices=WAYS, help="how several devices divide the model; default: one device")
     parser.add_argument("--devices", type=positive, metavar="N", help="how many, with --parallel; default: all")
+    jobs.add_job(parser)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
@@ -203,6 +214,7 @@ def run(args: argparse.Namespace) -> int:
     """Prints the sizes, the time of a step and, on NVIDIA GPUs, the shares of kernels and gaps."""
     if args.new_tokens > args.tokens:
         raise ValueError(f"--new-tokens is {args.new_tokens}: expected at most the {args.tokens} --tokens")
+    jobs.join(args)
     parallel, devices = _parallel(args)
     described = random_models.described_model(args, parallel)
     num_blocks = blocks_per_cache(described, args.requests, args.tokens, args.new_tokens)
@@ -216,22 +228,23 @@ def run(args: argparse.Namespace) -> int:
     cache = jax.block_until_ready(filled(model, num_blocks))
     kind = jax.devices()[0].device_kind
     on = kind if devices == 1 else f"{devices} x {kind}, {args.parallel} parallel"
-    print(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {on}")
-    print(f"weights {size(nbytes(model.params))}, cache {size(nbytes(cache))} of {model.entry_format} entries")
+    jobs.say(f"{config.architecture} of {counted(config.num_layers, 'layers')} on {on}")
+    jobs.say(f"weights {size(nbytes(model.params))}, cache {size(nbytes(cache))} of {model.entry_format} entries")
     sizes = {"requests": args.requests, "tokens": args.tokens, "new_tokens": args.new_tokens}
     steps = Steps(model, cache, **sizes)
     del cache  # which the steps donate
     seconds = steps.seconds()
     rate = args.requests * args.new_tokens / seconds
-    print(f"a step of {batch}: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
+    jobs.say(f"a step of {batch}: {1e3 * seconds:.3f} ms, {rate:,.0f} tokens/s")
     divided = _divided(steps, seconds)
-    if args.json:
+    if args.json and jax.process_index() == 0:
         about = {
             **random_models.described(args, model),
             "bytes": {"weights": nbytes(model.params), "cache": nbytes(steps.cache)},
             "fp8_weights": args.fp8_weights,
             "parallel": args.parallel,
             "devices": devices,
+            "processes": jax.process_count(),
             **sizes,
             "ms": 1e3 * seconds,
             **divided,
@@ -246,10 +259,14 @@ def _parallel(args: argparse.Namespace) -> tuple[Parallel, int]:
     if args.parallel is None:
         if args.devices is not None:
             raise ValueError(f"--devices {args.devices}: expected --parallel with it, one of {', '.join(WAYS)}")
+        if jax.process_count() > 1:
+            raise ValueError(f"--parallel is missing: with --coordinator, expected one of {', '.join(WAYS)}")
         return models.OneDevice(), 1
     devices = args.devices or here
     if devices > here:
         raise ValueError(f"--devices is {devices}: expected at most the {here} of this machine")
+    if devices < here and jax.process_count() > 1:
+        raise ValueError(f"--devices is {devices}: with --coordinator, expected all {here} of the job")
     mesh = jax.make_mesh((devices,), ("x",), devices=jax.devices()[:devices])
     return WAYS[args.parallel](mesh, "x"), devices
 
@@ -265,9 +282,11 @@ def _divided(steps: Steps, seconds: float) -> dict[str, Any]:
     if found is None:
         return {}
     divided, whole = shares(found.kernels, seconds), by_kind(found.whole)
-    print(f"{len(found.kernels)} kernels per step: {describe_shares(divided, seconds)}")
-    print(f"each kernel from its start to its end: {describe_shares(whole, seconds)}")
-    print(f"these sum to {1e3 * sum(whole.values()):.3f} ms; at least one kernel runs for {1e3 * found.median:.3f} ms")
+    jobs.say(f"{len(found.kernels)} kernels per step: {describe_shares(divided, seconds)}")
+    jobs.say(f"each kernel from its start to its end: {describe_shares(whole, seconds)}")
+    jobs.say(
+        f"these sum to {1e3 * sum(whole.values()):.3f} ms; at least one kernel runs for {1e3 * found.median:.3f} ms"
+    )
     return {
         "busy_ms": 1e3 * found.median,
         "shares_ms": {name: 1e3 * took for name, took in divided.items()},

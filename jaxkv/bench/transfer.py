@@ -15,7 +15,6 @@ devices.  Process 0 prints:
 import argparse
 import itertools
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -32,14 +31,14 @@ from jax.sharding import PartitionSpec as P
 
 import jaxkv
 from jaxkv import parallel
-from jaxkv.bench import random_models
+from jaxkv.bench import jobs, random_models
 from jaxkv.bench.ends import TRANSPORTS, Source, Target, filled
 from jaxkv.bench.peers import Peer, share_memory
 from jaxkv.bench.timing import Chain, measure_ceilings
 from jaxkv.terminal.files import when_and_how, write_json
 from jaxkv.terminal.formatting import counted, size
 from jaxkv.terminal.memory import require_memory
-from jaxkv.terminal.options import Sizes, add_sizes, integer, output_file, positive, with_defaults
+from jaxkv.terminal.options import Sizes, add_sizes, output_file, positive, with_defaults
 from jaxkv.terminal.streams import notice
 
 AXIS = "x"
@@ -83,26 +82,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_sizes(parser, SIZES)
     pieces = "pieces in which `permute_blocks` sends them; default its own"
     parser.add_argument("--pieces", type=positive, metavar="N", help=pieces)
-    address = "address of process 0: this command is one of --processes of one job, each with one device"
-    parser.add_argument("--coordinator", type=_address, metavar="HOST:PORT", help=address)
-    parser.add_argument(
-        "--processes", type=integer(2, 2), metavar="N", help="processes of the job, with --coordinator: 2"
-    )
-    parser.add_argument("--process", type=integer(0, 1), metavar="I", help="which of them this is, with --coordinator")
+    jobs.add_job(parser, most=2)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and rows")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints a line for each row; returns 1 if blocks have arrived with other contents."""
     share_memory()
-    job = _joined(args)
+    job = jobs.join(args)
     with_defaults(args, SIZES, jax.local_devices()[0])
     layout = _layout(args, 2 * args.blocks)  # blocks to read, and blocks to write
     devices = _pair() if job or jax.device_count() > 1 else None
     moved = args.blocks * layout.block_nbytes
     here = len(devices) if devices and jax.default_backend() == "cpu" else 1  # simulated devices share the memory
     require_memory(f"{args.blocks} blocks, a cache of twice as many, and rows", 5 * here * moved, on_host=2 * moved)
-    speaks = jax.process_index() == 0
     found, wrong = list[dict[str, Any]](), list[str]()
     about = {
         **when_and_how(args.argv),
@@ -114,11 +107,8 @@ def run(args: argparse.Namespace) -> int:
         "rows": found,
         "wrong": wrong,
     }
-    if speaks:
-        blocks = counted(args.blocks, "blocks")
-        print(
-            f"{about['device']}, jax {jax.__version__}: {blocks} of {size(layout.block_nbytes)}, {size(moved)} in all"
-        )
+    blocks = counted(args.blocks, "blocks")
+    jobs.say(f"{about['device']}, jax {jax.__version__}: {blocks} of {size(layout.block_nbytes)}, {size(moved)} in all")
 
     def record(rows: Iterator[Row | str]) -> None:
         """Prints and writes each row, and the name of what is wrong."""
@@ -128,9 +118,8 @@ def run(args: argparse.Namespace) -> int:
                 print(f"wrong: {row}", flush=True)  # also if another process has not noticed it
             else:
                 found.append(asdict(row))
-                if speaks:
-                    print(row, flush=True)
-            if speaks and args.json:
+                jobs.say(str(row))
+            if args.json and jax.process_index() == 0:
                 write_json(args.json, about)
 
     if not job:
@@ -142,30 +131,6 @@ def run(args: argparse.Namespace) -> int:
     if not job:
         record(_between_processes(args, layout, len(devices or [None])))
     return 1 if wrong else 0
-
-
-def _address(text: str) -> str:
-    """Parses the address of a coordinator."""
-    host, _, port = text.rpartition(":")
-    if not host or not (port.isdecimal() and len(port) <= 5 and 0 < int(port) < 2**16):
-        raise argparse.ArgumentTypeError(f"{text!r} is not HOST:PORT, with a port from 1 to 65535")
-    return text
-
-
-def _joined(args: argparse.Namespace) -> bool:
-    """Whether this is a process of a job, which it has joined.  ValueError if it cannot."""
-    options = {"--coordinator": args.coordinator, "--processes": args.processes, "--process": args.process}
-    if all(value is None for value in options.values()):
-        return False
-    if missing := [name for name, value in options.items() if value is None]:
-        raise ValueError(f"{missing[0]} is missing: expected all of {', '.join(options)}, or none")
-    try:
-        socket.getaddrinfo(args.coordinator.rpartition(":")[0], None)  # where JAX ends the process if it is not known
-        jax.distributed.initialize(args.coordinator, args.processes, args.process, initialization_timeout=60)
-    except (RuntimeError, OSError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise ValueError(f"--coordinator is {args.coordinator!r}: the processes did not form a job: {reason}") from None
-    return True
 
 
 def _layout(args: argparse.Namespace, num_blocks: int) -> jaxkv.CacheLayout:

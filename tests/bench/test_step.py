@@ -16,6 +16,7 @@ from jaxkv.bench import random_models, step
 from jaxkv.bench.kernel_times import KernelTimes
 from jaxkv.cli import main
 from support.cases import further, slow
+from support.jobs import job
 from support.many_devices import on_several_devices
 
 MODELS = Path(__file__).parents[1] / "data" / "models"
@@ -202,3 +203,35 @@ def test_only_out_of_memory_errors_are_reported_as_such(error, raised, message, 
     with pytest.raises(raised, match=message):
         main(["bench", "step", str(MODELS / "deepseek_v3"), "--requests", "2", "--tokens", "1"])
     assert not capsys.readouterr().out
+
+
+@pytest.mark.ci
+def test_commands_form_a_job(tmp_path):
+    file = tmp_path / "step.json"
+
+    def command(address, number):
+        options = ["--coordinator", address, "--processes", "2", "--process", str(number), "--json", str(file)]
+        sizes = ["--requests", "4", "--tokens", "70", "--parallel", "data-expert"]
+        return ["-m", "jaxkv", "bench", "step", str(MODELS / "deepseek_v3"), *sizes, *options]
+
+    with job(command) as processes:
+        printed = [process.communicate(timeout=300)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0]
+    assert ["a step of 4 requests x 70 tokens: " in text for text in printed] == [True, False]
+    recorded = json.loads(file.read_text())
+    assert (recorded["devices"], recorded["processes"], recorded["parallel"]) == (2, 2, "data-expert")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--processes", "2"], "--coordinator is missing: expected all of --coordinator, --processes, --process"),
+        (
+            ["--coordinator", "localhost:1", "--processes", "2", "--process", "2"],
+            "--process is 2: expected 0 to 1, of --processes",
+        ),
+    ],
+)
+def test_commands_that_form_no_job(options, message):
+    with pytest.raises(SystemExit, match=f"jaxkv bench step: {message}"):
+        main(["bench", "step", str(MODELS / "deepseek_v3"), *options])
