@@ -34,10 +34,13 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 `jaxkv.masks` has masks of attention by position that all implementations support.
 `jaxkv.models` has language models built on these operations, and `jaxkv.serving` the engine that serves them.
 `jaxkv.offload` stores blocks in host memory and on disk.  `jaxkv.parallel` has recipes for several devices.
-`jaxkv.testing` checks kernels of your own on every layout.
+`jaxkv.testing` checks kernels of your own on every layout.  These modules are loaded on first use: `import jaxkv`
+suffices.
 """
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from jaxkv.cache import KVCache
 from jaxkv.data_checks import checked
@@ -142,3 +145,23 @@ __all__ = [  # noqa: RUF022 (the order of the API reference)
 ]
 
 __version__ = version("jaxkv")
+
+if TYPE_CHECKING:
+    from jaxkv import blocks as blocks
+    from jaxkv import masks as masks
+    from jaxkv import models as models
+    from jaxkv import offload as offload
+    from jaxkv import parallel as parallel
+    from jaxkv import serving as serving
+    from jaxkv import testing as testing
+else:  # Type checkers would accept any attribute of a module with `__getattr__`.
+    _MODULES = ("blocks", "masks", "models", "offload", "parallel", "serving", "testing")
+
+    def __getattr__(name):
+        """Loads a module on first use."""
+        if name in _MODULES:
+            return import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+    def __dir__():
+        return sorted({*globals(), *_MODULES})

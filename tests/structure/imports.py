@@ -37,7 +37,8 @@ def imports_of(files: Mapping[str, Path]) -> list[Import]:
     """All imports among these modules, late ones included.
 
     A package counts as imported where a name of its own is: `from jaxkv.models import load` imports `jaxkv.models`,
-    but `from jaxkv.models import config` imports the module `jaxkv.models.config` alone.
+    but `from jaxkv.models import config` imports the module `jaxkv.models.config` alone.  Modules that `jaxkv` shows to
+    type checkers, and loads on first use, do not count as imported by it.
     """
     return sorted(
         {
@@ -52,8 +53,17 @@ def imports_of(files: Mapping[str, Path]) -> list[Import]:
 def _imported(importer: str, path: Path, modules: Iterable[str]) -> Iterator[tuple[str, int]]:
     package = importer if path.name == "__init__.py" else importer.rpartition(".")[0]
     tree = ast.parse(path.read_text(), str(path))
+    shown = {
+        node
+        for block in tree.body
+        if isinstance(block, ast.If) and ast.unparse(block.test) == "TYPE_CHECKING"
+        for node in block.body
+        if isinstance(node, ast.ImportFrom) and node.module == importer
+    }
     for node in ast.walk(tree):
         names: list[str] = []
+        if node in shown:
+            continue
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):

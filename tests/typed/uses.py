@@ -160,3 +160,6 @@ assert_type(testing.poisoned(latents), KVCache[MLAEntry])
 testing.assert_caches_equal(shared, testing.poisoned(shared.layout), padding=True)
 testing.assert_write_correct(jaxkv.write_kv, testing.every_layout(KVEntry("bf16"), num_heads=4))
 testing.assert_attention_correct(jaxkv.decode_mla, latents, q_len=2)
+
+print(jaxkv.serving.Engine, jaxkv.models.load, jaxkv.offload.HostPool, jaxkv.masks.Intervals, jaxkv.blocks.append)
+print(jaxkv.parallel.convert_blocks, jaxkv.testing.poisoned)
