@@ -84,6 +84,11 @@ class KVCache[E: Entry]:
     def __repr__(self):
         return f"KVCache({self.layout!r})"  # without the buffer's values
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the buffer, or of both arrays if keys and values have one each."""
+        return sum(array.size * array.dtype.itemsize for array in jax.tree.leaves(self.buffer))
+
     def view(self, layout: CacheLayout[Kind]) -> "KVCache[Kind]":
         """The same buffer with another layout, such as that of another group of a `PackedLayout`.
 

@@ -1,7 +1,7 @@
 """`PackedLayout`: several groups of layers, each with its own entry, packed in the blocks of one buffer."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from jax.typing import DTypeLike
@@ -61,6 +61,10 @@ class Group:
             object.__setattr__(self, "window", checked_int("window", self.window, expected, least=1))
         if not isinstance(self.table, str):
             raise ValueError(f"`table` is {self.table!r}: expected a string, the name of a block table")
+
+    def __repr__(self):
+        given = ((field.name, getattr(self, field.name), field.default) for field in fields(self))
+        return f"Group({', '.join(f'{name}={value!r}' for name, value, default in given if value != default)})"
 
 
 @dataclass(frozen=True)
@@ -223,6 +227,12 @@ class PackedLayout(Mapping[str, CacheLayout]):
             "" if group.window is None else f"window of {group.window:,} token{'s' * (group.window > 1)}",
         ]
         return replace(self[name].describe(), table=group.table, note=", ".join(filter(None, notes)))
+
+    def __repr__(self):
+        sizes = {name: about.block_size for name, about in self.tables.items()}
+        block_size = sizes if len(set(sizes.values())) > 1 else next(iter(sizes.values()))
+        num_blocks = next(iter(self.values())).num_blocks
+        return f"PackedLayout(num_blocks={num_blocks}, block_size={block_size}, groups={self.groups})"
 
     def __str__(self):
         return table(self.describe())

@@ -97,6 +97,7 @@ def test_two_arrays():
     cache = jaxkv.KVCache.from_dlpack(own, layout)
     assert [*map(address, cache.buffer)] == [*map(address, own)]
     assert [array.shape for array in cache.buffer] == [(layout.size,), (layout.value_size,)]
+    assert cache.nbytes == (layout.size + layout.value_size) * 4 == jaxkv.KVCache.zeros(layout).nbytes
     for pair, message in (
         (own[0], "`tensor` is a ndarray: expected the pair"),
         ((*own, own[0]), "`tensor` is 3 tensors: expected the pair"),

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -94,6 +95,15 @@ def test_sizes_of_numpy_do_not_overflow():
         for layers, blocks, size in (of_numpy.values(), sizes.values())
     )
     assert packed == plain
+
+
+def test_a_cache_has_the_bytes_of_its_buffer_whatever_the_array():
+    layout = jaxkv.CacheLayout(
+        num_layers=2, num_blocks=3, block_size=4, entry=jaxkv.MLAEntry("bf16", latent=24, rope=8)
+    )
+    cache = jaxkv.KVCache.zeros(layout)
+    assert cache.nbytes == cache.buffer.nbytes == 2 * 3 * 4 * 32 * 2
+    assert jax.eval_shape(lambda: cache).nbytes == cache.nbytes
 
 
 def test_entries_inside_a_combined_entry_have_gaps():

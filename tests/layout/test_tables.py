@@ -60,6 +60,22 @@ def test_tables():
     assert all(group.blocks_are_runs for group in layout.values())
 
 
+@pytest.mark.parametrize("changes", [{}, {"groups": {"keys": GROUPS["keys"]}, "block_size": 4}], ids=["tables", "one"])
+def test_the_representation_is_one_line_that_makes_an_equal_layout(changes):
+    layout = packed(**changes)
+    assert "\n" not in repr(layout)
+    names = {name: getattr(jaxkv, name) for name in ("PackedLayout", "Group", "MLAEntry", "IndexerEntry", "StateEntry")}
+    again = eval(repr(layout), names)
+    assert again == layout
+    assert again.groups == layout.groups
+
+
+def test_the_representation_of_a_group_has_what_was_given():
+    assert repr(GROUPS["local"]) == (
+        "Group(num_layers=3, entry=MLAEntry(format='bf16', latent=24, rope=8), table='window', window=10)"
+    )
+
+
 def test_every_table_has_one_size():
     groups = {"latent": jaxkv.Group(1, LATENT), "local": jaxkv.Group(1, LATENT, table="window", window=9)}
     assert {table.block_size for table in packed(groups, block_size=16).tables.values()} == {16}
