@@ -32,6 +32,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 
 `jaxkv.blocks` allocates blocks inside `jit`, with sharing and copy on write: for beam search and best-of-n.
 `jaxkv.masks` has masks of attention by position that all implementations support.
+`jaxkv.formats` registers entry formats of your own.
 `jaxkv.models` has language models built on these operations, and `jaxkv.serving` the engine that serves them.
 `jaxkv.offload` stores blocks in host memory and on disk.  `jaxkv.parallel` has recipes for several devices.
 `jaxkv.testing` checks kernels of your own on every layout.  These modules are loaded on first use: `import jaxkv`
@@ -148,6 +149,7 @@ __version__ = version("jaxkv")
 
 if TYPE_CHECKING:
     from jaxkv import blocks as blocks
+    from jaxkv import formats as formats
     from jaxkv import masks as masks
     from jaxkv import models as models
     from jaxkv import offload as offload
@@ -155,7 +157,7 @@ if TYPE_CHECKING:
     from jaxkv import serving as serving
     from jaxkv import testing as testing
 else:  # Type checkers would accept any attribute of a module with `__getattr__`.
-    _MODULES = ("blocks", "masks", "models", "offload", "parallel", "serving", "testing")
+    _MODULES = ("blocks", "formats", "masks", "models", "offload", "parallel", "serving", "testing")
 
     def __getattr__(name):
         """Loads a module on first use."""

@@ -1,5 +1,7 @@
 """Byte maps of the entry formats: consistent and complete."""
 
+import textwrap
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -151,6 +153,17 @@ def test_scales_of_v41_follow_each_token_or_all_tokens_of_a_page(name, values, s
 
 def test_the_oracle_knows_every_format():
     assert oracle.FORMATS.keys() == FORMATS.keys()
+
+
+def test_the_example_of_a_format_of_your_own():
+    _, _, code = jaxkv.formats.__doc__.partition(":\n\n")
+    try:
+        exec(textwrap.dedent(code.partition("\n\nAll")[0]), scope := {})
+    finally:
+        del FORMATS["fixed8"]
+    values = np.linspace(-4, 3.5, 64, dtype=np.float32)
+    for found in (scope["k"], scope["v"]):
+        np.testing.assert_array_equal(found, np.round(32 * values)[None, None] / 32)
 
 
 def test_a_name_is_registered_once():

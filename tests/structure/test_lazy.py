@@ -12,7 +12,7 @@ import sys
 
 import jaxkv
 
-names = {"blocks", "masks", "models", "offload", "parallel", "serving", "testing"}
+names = {"blocks", "formats", "masks", "models", "offload", "parallel", "serving", "testing"}
 print({name for name in names if f"jaxkv.{name}" in sys.modules}, names - {*dir(jaxkv)})
 print([name for name in names if getattr(jaxkv, name).__name__ != f"jaxkv.{name}"])
 """

@@ -162,4 +162,4 @@ testing.assert_write_correct(jaxkv.write_kv, testing.every_layout(KVEntry("bf16"
 testing.assert_attention_correct(jaxkv.decode_mla, latents, q_len=2)
 
 print(jaxkv.serving.Engine, jaxkv.models.load, jaxkv.offload.HostPool, jaxkv.masks.Intervals, jaxkv.blocks.append)
-print(jaxkv.parallel.convert_blocks, jaxkv.testing.poisoned)
+print(jaxkv.parallel.convert_blocks, jaxkv.testing.poisoned, jaxkv.formats.register)
