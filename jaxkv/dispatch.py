@@ -14,6 +14,7 @@ from jaxkv_kernels.alignment import aligned
 from jaxkv_kernels.calls import Call, ExpandedHeads, Kernels
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.mosaic_gpu.runtime import device as hopper
+from jaxkv_kernels.names import expected_one_of
 from jaxkv_kernels.triton import available as ampere
 from jaxkv_kernels.xla.attention_gradients import has_tangents, with_tangents
 from jaxkv_kernels.xla.kernels import XLA
@@ -174,11 +175,11 @@ def _requested(implementation: str | Sequence[str] | None) -> list[Backend]:
     known = {backend.name: backend for backend in BACKENDS}
     names = tuple(known) if implementation is None else implementation
     names = (names,) if isinstance(names, str) else names
-    expected = f"expected None, a name or a sequence of names among {', '.join(known)}"
     if not isinstance(names, Sequence) or not names:
+        expected = f"expected None, a name or a sequence of names among {', '.join(known)}"
         raise ValueError(f"`implementation` is {implementation!r}: {expected}")
     if unknown := [name for name in names if not isinstance(name, str) or name not in known]:
-        raise ValueError(f"`implementation` {unknown[0]!r} is unknown: {expected}")
+        raise ValueError(f"`implementation` {unknown[0]!r} is unknown: {expected_one_of(unknown[0], known)}")
     return [known[name] for name in names]
 
 

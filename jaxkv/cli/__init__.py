@@ -15,6 +15,7 @@ from jaxkv.bench import serve as bench_serve
 from jaxkv.cli import demo, doctor, generate, layout, matrix, serve, verify
 from jaxkv.terminal import streams
 from jaxkv.terminal.mistakes import mistake
+from jaxkv.terminal.options import Parser
 
 COMMANDS = {
     "demo": demo,
@@ -61,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
-    parser = argparse.ArgumentParser(prog="jaxkv", description="Paged KV caches for JAX, with explicit strides.")
+    parser = Parser(prog="jaxkv", description="Paged KV caches for JAX, with explicit strides.")
     parser.add_argument("--version", action="version", version=f"jaxkv {jaxkv.__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _add(commands, COMMANDS)

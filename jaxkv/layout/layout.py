@@ -19,6 +19,7 @@ from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.format import Field
 from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.integers import as_int
+from jaxkv_kernels.names import expected_one_of
 
 Order = Literal["LBNHC", "LBHNC", "LHBNC", "BLNHC", "BLHNC", "BHLNC"]
 ORDERS: tuple[Order, ...] = get_args(Order)
@@ -281,7 +282,7 @@ class CacheLayout[E: Entry]:
     def _packed(self, order: str, block_padding: int) -> tuple[Strides, int, int]:
         """Strides, offset and size of a buffer without gaps, except for the padding of blocks."""
         if order not in ORDERS:
-            raise ValueError(f"`order` is {order!r}: expected one of {', '.join(ORDERS)}")
+            raise ValueError(f"`order` is {order!r}: {expected_one_of(order, ORDERS)}")
         counts, strides, extent = self._counts, {}, self.width
         for axis in reversed(order[:-1]):
             if axis == "B":

@@ -19,6 +19,7 @@ from jaxkv.layout.layout import (
     fingerprint,
 )
 from jaxkv_kernels.formats.entries import Entry
+from jaxkv_kernels.names import expected_one_of
 
 ALIGNMENT = 128
 """Bytes to which the region of each group, and the block, are rounded up by default.
@@ -126,8 +127,8 @@ class PackedLayout(Mapping[str, CacheLayout]):
         alignment: int = ALIGNMENT,
         shards: TokenShards = UNDIVIDED,
     ):
-        if order not in ("BLNHC", "BLHNC", "BHLNC"):
-            raise ValueError(f"`order` is {order!r}: a packed block is one run, so expected BLNHC, BLHNC or BHLNC")
+        if order not in (orders := ("BLNHC", "BLHNC", "BHLNC")):
+            raise ValueError(f"`order` is {order!r}: a packed block is one run, so {expected_one_of(order, orders)}")
         if not isinstance(groups, Mapping) or not all(isinstance(group, Group) for group in groups.values()):
             raise ValueError(f"`groups` is {groups!r}: expected a mapping of names to Groups")
         if not groups:

@@ -78,6 +78,7 @@ def test_numbers_have_bounds(arguments, capsys):
         (["bench"], "jaxkv bench: error: the following arguments are required: SUBCOMMAND"),
         (["bench", "--json"], "jaxkv bench: error: the following arguments are required: SUBCOMMAND"),
         (["bench", "decode_mla"], "jaxkv bench: error: argument SUBCOMMAND: invalid choice: 'decode_mla' "),
+        (["layot"], "jaxkv: error: argument COMMAND: invalid choice: 'layot' (expected one of demo, generate, "),
         (["bench", "step"], "jaxkv bench step: error: the following arguments are required: config"),
     ],
 )
@@ -88,6 +89,16 @@ def test_a_command_that_is_missing_or_unknown_is_reported(arguments, line, capsy
     usage, *_, last = capsys.readouterr().err.splitlines()
     assert usage.startswith("usage: jaxkv ")
     assert last.startswith(line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "nearest"),
+    [("layot", "layout"), ("bench tfft", "ttft"), ("layout --order BLNCH", "BLNHC"), ("layout --format BF16", "bf16")],
+)
+def test_the_nearest_choice_is_suggested(arguments, nearest, capsys):
+    with pytest.raises(SystemExit):
+        main(arguments.split())
+    assert capsys.readouterr().err.endswith(f"; did you mean {nearest!r}?)\n")
 
 
 @pytest.mark.parametrize("command", MODULES)

@@ -166,6 +166,17 @@ def test_the_example_of_a_format_of_your_own():
         np.testing.assert_array_equal(found, np.round(32 * values)[None, None] / 32)
 
 
+@pytest.mark.parametrize(
+    ("name", "nearest"), [("bf17", "bf16"), ("BF16", "bf16"), ("float32", "f32"), ("fp8_ds", "fp8_ds_mla"), (jnp, None)]
+)
+def test_the_nearest_name_is_suggested(name, nearest):
+    with pytest.raises(ValueError, match=r"MLAEntry format .*: expected one of bf16, f16, f32, fp8, ") as error:
+        jaxkv.MLAEntry(name)
+    _, found, suggestion = str(error.value).partition("; did you mean ")
+    assert suggestion == (f"{nearest!r}?" if found else "")
+    assert bool(found) == (nearest is not None)
+
+
 def test_a_name_is_registered_once():
     with pytest.raises(ValueError, match="'fp8' is already registered"):
         register(FORMATS["fp8"])

@@ -43,7 +43,10 @@ REFUSED = {
     ),
     "dtype that is none": (lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, dtype="brain"), ["`dtype` is 'brain'"]),
     "unknown order": (lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, order="NHD"), ["`order` is 'NHD'", *jaxkv.ORDERS]),
-    "content not innermost": (lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, order="BLNCH"), ["`order` is 'BLNCH'"]),
+    "content not innermost": (
+        lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, order="BLNCH"),
+        ["`order` is 'BLNCH'", "; did you mean 'BLNHC'?"],
+    ),
     "empty order": (lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, order=""), ["`order` is ''", *jaxkv.ORDERS]),
     "order beside strides": (
         lambda: jaxkv.CacheLayout(**SIZES, entry=MLA, order="LBNHC", strides=LAYOUT.strides, size=480),
@@ -97,7 +100,7 @@ REFUSED = {
     "offset of a bool": (lambda: same_but(LAYOUT, offset=True), ["`offset` is True", "an int"]),
     "packed in a layer-major order": (
         lambda: jaxkv.PackedLayout(num_blocks=2, block_size=2, groups=GROUPS, order="LBNHC"),
-        ["`order` is 'LBNHC'", "BLNHC, BLHNC or BHLNC"],
+        ["`order` is 'LBNHC'", "expected one of BLNHC, BLHNC, BHLNC"],
     ),
     "packed to parts of elements": (
         lambda: jaxkv.PackedLayout(num_blocks=2, block_size=2, groups={"a": jaxkv.Group(1, MLA)}, alignment=3),

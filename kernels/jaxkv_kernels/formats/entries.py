@@ -13,6 +13,7 @@ from jaxkv_kernels.formats.format import FORMATS, SHORT_NAMES, Field, Format, re
 from jaxkv_kernels.formats.mixed import Mixed
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.integers import as_int
+from jaxkv_kernels.names import expected_one_of
 
 FloatFormat = Literal["bf16", "f16", "f32"]
 MLAFormat = Literal[
@@ -46,8 +47,8 @@ class Entry:
     def __post_init__(self):
         for argument, name in zip(("format", "value_format"), self.format_names, strict=False):
             if name not in self.formats:
-                expected = ", ".join(self.formats)
-                raise ValueError(f"{type(self).__name__} {argument} {name!r}: expected one of {expected}")
+                expected = expected_one_of(name, self.formats)
+                raise ValueError(f"{type(self).__name__} {argument} {name!r}: {expected}")
         for name in (field.name for field in fields(self) if field.type is int):
             size = as_int(getattr(self, name))
             least = 0 if name in self.may_be_empty else 1
