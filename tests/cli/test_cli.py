@@ -101,6 +101,29 @@ def test_the_nearest_choice_is_suggested(arguments, nearest, capsys):
     assert capsys.readouterr().err.endswith(f"; did you mean {nearest!r}?)\n")
 
 
+def test_the_layout_of_keys_and_values(capsys):
+    options = "--kv --format int8 --heads 4 --head-dim 64 --layers 2 --blocks 3 --block-size 16 --order BHLNC"
+    assert main(["layout", *options.split()]) == 0
+    entry = jaxkv.KVEntry("int8", head_dim=64)
+    right = jaxkv.CacheLayout(num_layers=2, num_blocks=3, block_size=16, num_heads=4, entry=entry, order="BHLNC")
+    assert capsys.readouterr().out == f"{right}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--heads 4", "--heads and --head-dim are sizes of keys and values: expected --kv with them"),
+        ("--head-dim 4", "--heads and --head-dim are sizes of keys and values: expected --kv with them"),
+        ("--format int8", "MLAEntry format 'int8': expected one of bf16, f16, f32, fp8, "),
+        ("--kv --format fp8_v4", "KVEntry format 'fp8_v4': expected one of bf16, f16, f32, fp8, "),
+    ],
+)
+def test_options_of_another_kind_of_entry_are_reported(options, message):
+    with pytest.raises(SystemExit) as stopped:
+        main(["layout", *options.split()])
+    assert stopped.value.code.startswith(f"jaxkv layout: {message}")
+
+
 @pytest.mark.parametrize("command", MODULES)
 def test_every_command_explains_its_options(command, capsys):
     with pytest.raises(SystemExit) as stopped:
