@@ -3,41 +3,35 @@
 `jaxkv bench` has a subcommand for each kind of measurement.
 """
 
-import argparse
 import sys
 import warnings
-from collections.abc import Mapping, Sequence
-from types import ModuleType
+from collections.abc import Sequence
 
 import jaxkv
-from jaxkv.bench import disaggregated, hot_rows, offload, ops, parallel, step, transfer, ttft
-from jaxkv.bench import serve as bench_serve
-from jaxkv.cli import demo, doctor, generate, layout, matrix, serve, verify
 from jaxkv.terminal import streams
-from jaxkv.terminal.mistakes import mistake
-from jaxkv.terminal.options import Parser
+from jaxkv.terminal.parser import Parser
 
 COMMANDS = {
-    "demo": demo,
-    "generate": generate,
-    "serve": serve,
-    "verify": verify,
-    "doctor": doctor,
-    "layout": layout,
-    "matrix": matrix,
+    "demo": "jaxkv.cli.demo",
+    "generate": "jaxkv.cli.generate",
+    "serve": "jaxkv.cli.serve",
+    "verify": "jaxkv.cli.verify",
+    "doctor": "jaxkv.cli.doctor",
+    "layout": "jaxkv.cli.layout",
+    "matrix": "jaxkv.cli.matrix",
 }
-"""Commands by name: modules with a docstring, `add_arguments(parser)` and `run(args) -> int`."""
+"""The modules of commands, by name.  They are imported when they are chosen, because JAX takes seconds to import."""
 
 BENCHMARKS = {
-    "ops": ops,
-    "step": step,
-    "serve": bench_serve,
-    "ttft": ttft,
-    "offload": offload,
-    "hot-rows": hot_rows,
-    "parallel": parallel,
-    "transfer": transfer,
-    "disaggregated": disaggregated,
+    "ops": "jaxkv.bench.ops",
+    "step": "jaxkv.bench.step",
+    "serve": "jaxkv.bench.serve",
+    "ttft": "jaxkv.bench.ttft",
+    "offload": "jaxkv.bench.offload",
+    "hot-rows": "jaxkv.bench.hot_rows",
+    "parallel": "jaxkv.bench.parallel",
+    "transfer": "jaxkv.bench.transfer",
+    "disaggregated": "jaxkv.bench.disaggregated",
 }
 """The subcommands of `jaxkv bench`, likewise."""
 
@@ -64,14 +58,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser = Parser(prog="jaxkv", description="Paged KV caches for JAX, with explicit strides.")
     parser.add_argument("--version", action="version", version=f"jaxkv {jaxkv.__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _add(commands, COMMANDS)
+    commands = parser.add_commands("COMMAND", COMMANDS)
     summary = "Time operations, whole models and transfers on this machine."
-    bench = commands.add_parser("bench", help=summary, description=summary)
-    _add(bench.add_subparsers(metavar="SUBCOMMAND", required=True), BENCHMARKS)
+    commands.add_parser("bench", help=summary, description=summary).add_commands("SUBCOMMAND", BENCHMARKS)
     argv = sys.argv[1:] if argv is None else argv
     args = parser.parse_args(argv)
     args.argv = argv  # recorded with measurements
+
+    from jaxkv.terminal.mistakes import mistake  # imports JAX, which the command has imported too
+
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
@@ -82,15 +77,6 @@ def _run(argv: Sequence[str] | None) -> int:
         if not (message := mistake(error)):
             raise
     raise SystemExit(f"{args.prog}: {' '.join(message.split())}")
-
-
-def _add(commands: "argparse._SubParsersAction[argparse.ArgumentParser]", modules: Mapping[str, ModuleType]) -> None:
-    """Adds a command for each of `modules`."""
-    for name, module in modules.items():
-        summary = (module.__doc__ or "").splitlines()[0]
-        command = commands.add_parser(name, help=summary, description=summary)
-        module.add_arguments(command)
-        command.set_defaults(run=module.run, prog=command.prog)
 
 
 def _show_warning(message, *_, **__) -> None:

@@ -8,19 +8,9 @@ from pathlib import Path
 import jax
 
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
-from jaxkv_kernels.names import expected_one_of
 
 MOST = 2**31 - 1
 """Sizes and counts are int32 on the device."""
-
-
-class Parser(argparse.ArgumentParser):
-    """A parser whose message about an unknown choice names the nearest one; so do those of its subcommands."""
-
-    def _check_value(self, action, value):
-        if action.choices is not None and value not in action.choices:
-            expected = expected_one_of(value, action.choices)
-            raise argparse.ArgumentError(action, f"invalid choice: {value!r} ({expected})")
 
 
 def integer(least: int, most: int = MOST) -> Callable[[str], int]:

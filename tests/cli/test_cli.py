@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import jax
@@ -24,7 +25,10 @@ HOSTILE = [
     *("-1", "0", "-0", "2147483648", "99999999999", "9" * 5000, "1.5", "1e400", "nan", "inf", "many", "", "\udcff"),
     *("/", "/dev/full", "/no/such", "/" + "x" * 300, "/etc/passwd/x", "../"),
 ]
-MODULES = COMMANDS | {f"bench {name}": module for name, module in BENCHMARKS.items()}
+MODULES = {
+    name: import_module(module)
+    for name, module in (COMMANDS | {f"bench {name}": module for name, module in BENCHMARKS.items()}).items()
+}
 REQUIRED = {
     "generate": ["--model", "/no/such"],
     "serve": ["/no/such"],

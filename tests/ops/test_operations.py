@@ -29,7 +29,7 @@ every_operation = pytest.mark.parametrize("operation", OPERATIONS, ids=lambda op
 def test_every_public_function_that_chooses_an_implementation_is_declared():
     public = {
         name: value
-        for name, value in vars(jaxkv).items()
+        for name, value in ((name, getattr(jaxkv, name)) for name in jaxkv.__all__)
         if inspect.isfunction(value) and "implementation" in inspect.signature(value).parameters
     }
     declared = {operation.name: operation.function for operation in OPERATIONS}
