@@ -41,6 +41,8 @@ suffices.
 
 from importlib import import_module
 from importlib.metadata import version
+from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import TYPE_CHECKING
 
 __version__ = version("jaxkv")
@@ -56,11 +58,10 @@ if TYPE_CHECKING:
     from jaxkv import testing as testing
     from jaxkv.api import *  # noqa: F403 (its names are listed there)
 else:  # Type checkers would accept any attribute of a module with `__getattr__`.
-    _MODULES = ("blocks", "formats", "masks", "models", "offload", "parallel", "serving", "testing")
 
     def __getattr__(name):
         """Loads a module, or all other names, on first use: `jaxkv --help` does not import JAX."""
-        if name in _MODULES:
+        if not name.startswith("_") and find_spec(f"{__name__}.{name}"):
             return import_module(f"{__name__}.{name}")
         if "__all__" not in globals():
             api = import_module(f"{__name__}.api")
@@ -70,4 +71,5 @@ else:  # Type checkers would accept any attribute of a module with `__getattr__`
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__():
-        return sorted({*globals(), *_MODULES, *__getattr__("__all__")})
+        modules = {module.name for module in iter_modules(__path__)} - {"__main__"}  # noqa: F405
+        return sorted({*globals(), *modules, *__getattr__("__all__")})

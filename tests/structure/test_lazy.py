@@ -33,6 +33,11 @@ def test_names_are_loaded_on_first_use():
     assert run(NAMES) == ["False True", "True True False"]
 
 
+@pytest.mark.parametrize("module", ["ops.attention", "cache", "support", "serving", "testing.fuzz"])
+def test_modules_can_be_imported_first(module):
+    assert run(f"import jaxkv.{module}\nprint(jaxkv.decode_mla.__name__)") == ["decode_mla"]
+
+
 def test_an_unknown_attribute_is_an_error():
     with pytest.raises(AttributeError, match="module 'jaxkv' has no attribute 'decode_mha'"):
         _ = jaxkv.decode_mha  # type: ignore[attr-defined]
