@@ -1,22 +1,13 @@
-"""A progress bar, which is shown only if standard error is a terminal."""
+"""A progress bar, which is shown only if standard error is a terminal and tqdm is installed."""
 
-import sys
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable
 
-from jaxkv.terminal.streams import notice
+try:
+    from tqdm import tqdm
+except ImportError:  # It belongs to the extras `models` and `serve`.
+    tqdm = None
 
-WIDTH = 30
 
-
-def progress[T](items: Iterable[T], what: str) -> Iterator[T]:
-    """Yields the items, and shows on standard error how many have been processed."""
-    items = items if isinstance(items, Sized) else list(items)
-    total = len(items)
-    shown = sys.stderr.isatty()
-    for done, item in enumerate(items):
-        if shown:
-            filled = WIDTH * done // total
-            notice(f"\r{what} [{'#' * filled}{'.' * (WIDTH - filled)}] {done}/{total}", end="")
-        yield item
-    if shown:
-        notice("\r" + " " * (len(what) + WIDTH + 20) + "\r", end="")
+def progress[T](items: Iterable[T], what: str) -> Iterable[T]:
+    """The items, of which standard error shows how many have been processed."""
+    return items if tqdm is None else tqdm(items, desc=what, leave=False, disable=None)

@@ -13,10 +13,10 @@ CLOSED_PIPE = 128 + 13
 """The exit status that shells report for programs ended by SIGPIPE."""
 
 
-def notice(text: str, end: str = "\n") -> None:
+def notice(text: str) -> None:
     """Prints `text` to standard error at once.  If that fails, `text` is dropped, because results matter more."""
     with suppress(OSError):
-        print(text, end=end, file=sys.stderr, flush=True)
+        print(text, file=sys.stderr, flush=True)
 
 
 def guarded(run: Callable[[], int]) -> int:

@@ -14,7 +14,7 @@ import pytest
 import jaxkv
 from jaxkv.bench import ops, timing
 from jaxkv.cli import BENCHMARKS, COMMANDS, demo, layout, main
-from jaxkv.terminal import files, memory, streams
+from jaxkv.terminal import files, memory, progress, streams
 from jaxkv.terminal.options import output_file
 from jaxkv.testing import equivalence
 from jaxkv.testing.equivalence import Outcome
@@ -147,6 +147,18 @@ def test_loads_have_bounds(load, capsys):
 @pytest.mark.parametrize("command", MODULES)
 def test_numbers_are_bounded_by_the_shared_types(command):
     assert not [option.option_strings for option in options(command) if option.type is int]
+
+
+@pytest.mark.parametrize(("terminal", "installed"), [(True, True), (True, False), (False, True)])
+def test_progress_is_shown_on_a_terminal_if_tqdm_is_installed(terminal, installed, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    if not installed:
+        monkeypatch.setattr(progress, "tqdm", None)
+    assert [*progress.progress(range(3), "counting")] == [0, 1, 2]
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert ("counting:" in printed.err and "0/3" in printed.err) == (terminal and installed)
+    assert (terminal and installed) or printed.err == ""
 
 
 @pytest.mark.parametrize(
