@@ -5,7 +5,7 @@ Operations are pure functions: they take the cache and the layer as arguments, a
 
     layout = CacheLayout(num_layers=27, num_blocks=64, block_size=64, entry=MLAEntry("bf16"))
     cache = KVCache.zeros(layout)
-    slots = slots_for(block_tables, positions, block_size=64)
+    slots = slots_for(block_tables, positions, cache)
     cache = write_mla(cache, kv_c, k_pe, slots, layer=5)
     out = decode_mla(q_latent, q_pe, cache, block_tables, seq_lens, layer=5, scale=192**-0.5)
 

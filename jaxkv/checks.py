@@ -127,6 +127,17 @@ def check_cache[E: Entry](cache: KVCache, *kinds: type[E], name: str = "cache") 
     return cast(E, layout.entry)
 
 
+def layout_of(cache: KVCache | CacheLayout) -> CacheLayout:
+    """The layout of a cache, or `cache` itself if it is a layout; ValueError for anything else."""
+    layout = cache.layout if isinstance(cache, KVCache) else cache
+    if isinstance(layout, CacheLayout):
+        return layout
+    raise ValueError(
+        f"`cache` is {describe(cache)}: expected the KVCache whose blocks the tables list, or its CacheLayout, such as "
+        "packed[name] of a PackedLayout"
+    )
+
+
 def check_one_buffer(name: str, layout: CacheLayout) -> None:
     """ValueError if keys and values have an array each; messages call the layout's cache `name`."""
     if layout.value_size is not None:

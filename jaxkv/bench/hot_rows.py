@@ -149,7 +149,7 @@ class _Case:
 
     def _attend_fitting(self, i, carry, fixed):
         cache, lists = fixed
-        slots = jaxkv.slots_for(self.tables, lists[i % self.lists], block_size=BLOCK_SIZE)
+        slots = jaxkv.slots_for(self.tables, lists[i % self.lists], cache)
         return lax.optimization_barrier((self._attend(cache, slots), carry[1]))
 
     def _fetch_and_attend(self, i, carry, lists):

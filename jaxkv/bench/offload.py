@@ -216,7 +216,7 @@ def _steps(args: argparse.Namespace, pool: offload.HostPool) -> dict[str, float]
 
 def _step(cache: jaxkv.KVCache, q_latent, q_pe, block_tables, seq_lens):
     """A decode step: writes the new tokens and computes attention in all layers."""
-    slots = jaxkv.slots_for(block_tables, seq_lens[:, None] - 1, block_size=BLOCK_SIZE)[:, 0]
+    slots = jaxkv.slots_for(block_tables, seq_lens[:, None] - 1, cache)[:, 0]
     plan = jaxkv.plan_decode(cache, block_tables, seq_lens, num_heads=q_pe.shape[1])
 
     def layer(carry, i):

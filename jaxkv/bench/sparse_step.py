@@ -129,7 +129,7 @@ class SparseStep:
         """A step: the cache, and the result of the last layer, bf16 [B, 1, Hq, R]."""
         _, keys = self.groups(self.num_blocks)
         new, size, tables, lengths = inputs, self.block_size, inputs.tables, inputs.lengths
-        written = jaxkv.slots_for(tables, lengths[:, None] - 1, block_size=size)[:, 0]
+        written = jaxkv.slots_for(tables, lengths[:, None] - 1, cache)[:, 0]
 
         def of_layer(carry, layer):
             cache, _ = carry

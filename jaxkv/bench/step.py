@@ -35,7 +35,7 @@ from jaxkv.terminal.files import write_json
 from jaxkv.terminal.formatting import counted, size
 from jaxkv.terminal.memory import nbytes
 from jaxkv.terminal.options import output_file, positive
-from jaxkv_kernels.addressing import one_array
+from jaxkv_kernels.addressing import one_array, slots_for
 
 WAYS = {
     "tensor": models.TensorParallel,
@@ -156,7 +156,7 @@ class Steps:
         tables = {name: jnp.asarray(table) for name, table in tables.items()}
         first = next(iter(tables.values()))
         positions = jnp.broadcast_to(jnp.arange(tokens - new_tokens, tokens), (requests, new_tokens))
-        slots = jaxkv.slots_for(first, positions, block_size=model.usual_block_size)
+        slots = slots_for(first, positions, block_size=model.usual_block_size)
         self._index = jnp.full(requests, tokens, jnp.int32), tables if len(tables) > 1 else first, slots
         # Random ones: equal tokens would all choose the same experts, and the others' weights would not be read.
         self._tokens = jnp.asarray(rng.integers(0, model.config.vocab_size, (requests, new_tokens), np.int32))

@@ -131,13 +131,13 @@ def _write(weights: Weights, layer: jax.Array, cache: jaxkv.KVCache, hidden, slo
 def _prefill(weights: Weights, tables, lengths, total: int, cache: jaxkv.KVCache, hidden) -> jaxkv.KVCache:
     """Stores the entries of the prompts in every layer."""
     cu_seq_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(lengths)])
-    slots = jaxkv.ragged_slots(tables, cu_seq_lens, total=total, block_size=64)
+    slots = jaxkv.ragged_slots(tables, cu_seq_lens, cache, total=total)
     return lax.fori_loop(0, LAYERS, lambda layer, cache: _write(weights, layer, cache, hidden, slots), cache)
 
 
 def _step(weights: Weights, tables, cache: jaxkv.KVCache, requests: Requests):
     """Decodes one token per request; returns the cache, the requests, and the queries and outputs of each layer."""
-    slots = jaxkv.slots_for(tables, requests.seq_lens, block_size=64)
+    slots = jaxkv.slots_for(tables, requests.seq_lens, cache)
     seq_lens = requests.seq_lens + 1
     plan = jaxkv.plan_decode(cache, tables, seq_lens, num_heads=HEADS)
 

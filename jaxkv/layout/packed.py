@@ -95,7 +95,7 @@ class PackedLayout(Mapping[str, CacheLayout]):
     A group that stores one entry per several tokens (`Group.rate`) has as many fewer entries per block, and
     `packed[name].block_size` is their number.  Entry w of a request has the slot
 
-        slots_for(block_tables, w, block_size=packed[name].block_size)
+        slots_for(block_tables, w, packed[name])
 
     Groups of other tables have blocks of their own, of the same number of bytes, from the same buffer.  A request then
     has a list of blocks per table (`tables`).  A block belongs to one table at a time.

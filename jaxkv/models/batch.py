@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxkv.cache import KVCache
 from jaxkv.dispatch import least_prefill
+from jaxkv.layout.layout import CacheLayout
 from jaxkv.models.cache_groups import MAIN
 from jaxkv.models.config import MLA, CompressedAttention
 from jaxkv.models.layers import rope
@@ -121,13 +122,13 @@ class Batch:
         """bool, the shape of the tokens: those before the new tokens of their row, and all of an empty row."""
         return self.positions < 0
 
-    def slots_of(self, table: str, block_size: int) -> jax.Array:
-        """The slots of the new tokens, int32 [B * Q], in a table of blocks with `block_size` tokens."""
+    def slots_of(self, table: str, cache: KVCache | CacheLayout) -> jax.Array:
+        """The slots of the new tokens, int32 [B * Q], in a table of the blocks of a cache or layout."""
         if table == MAIN:
             return self.slots
         positions = self.divided(self.positions)
         slots = [
-            slots_for(sub_batch.tables[table], mine, block_size=block_size)
+            slots_for(sub_batch.tables[table], mine, cache)
             for sub_batch, mine in zip(self.sub_batches, positions, strict=True)
         ]
         return joined(slots).reshape(-1)

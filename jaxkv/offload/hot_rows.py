@@ -184,7 +184,7 @@ class HotRows:
         dims.check_ints("positions", positions, "B Q")
         new, slots = self._fetch(dims, positions, block_tables, layer, implementation, copied=False)
         cache = write_mla(new.cache, kv_c, k_pe, slots.reshape(-1), layer=layer, kv_scale=kv_scale)
-        host_slots = slots_for(block_tables, positions, block_size=self.host.block_size)
+        host_slots = slots_for(block_tables, positions, self.host)
         call = calls.StoreRows(
             buffer=one_array(cache.buffer),
             layer=layer_index(layer, cache),

@@ -21,6 +21,7 @@ from jaxkv.checks import (
     running_sum,
 )
 from jaxkv.dispatch import Implementations, run
+from jaxkv.layout.layout import CacheLayout
 from jaxkv.ops.operation import Operation
 from jaxkv.ops.query_chunks import LOGITS_BYTES, in_query_chunks, logits_bytes_of_a_token
 from jaxkv.ops.ragged_queries import check_rises, owners
@@ -206,23 +207,23 @@ def _before(logits, lengths):
     return jnp.where(jnp.arange(logits.shape[-1], dtype=jnp.int32) < lengths[..., None], logits, -jnp.inf)
 
 
-def positions_to_slots(positions: ArrayLike, block_tables: ArrayLike, *, block_size: int) -> jax.Array:
+def positions_to_slots(positions: ArrayLike, block_tables: ArrayLike, cache: KVCache | CacheLayout) -> jax.Array:
     """Returns the slots of selected positions.
 
     Args:
       positions: int32 [B, Q, K], positions in each request, as `select_topk` returns them.
       block_tables: int32 [B, M], the blocks of each request in order.
-      block_size: tokens per block.
+      cache: the cache whose blocks the tables list, or its layout.
 
     Returns:
       int32 [B, Q, K], the slots for `decode_mla_sparse`; -1 for negative positions and those past the table.
 
     Raises:
-      ValueError: a shape or dtype is wrong.
+      ValueError: a shape or dtype is wrong, or `cache` is neither a KVCache nor a CacheLayout.
     """
     dims = Dims()
     dims.check_ints("positions", positions, "B Q K")
-    return slots_for(block_tables, positions, block_size=block_size)
+    return slots_for(block_tables, positions, cache)
 
 
 def select_slots(

@@ -3,27 +3,29 @@
 import jax
 from jax.typing import ArrayLike
 
-from jaxkv.checks import Dims, describe, int32, positive_int, running_sum
+from jaxkv.cache import KVCache
+from jaxkv.checks import Dims, describe, int32, layout_of, positive_int, running_sum
+from jaxkv.layout.layout import CacheLayout
 from jaxkv_kernels import addressing
 
 
-def slots_for(block_tables: ArrayLike, positions: ArrayLike, *, block_size: int) -> jax.Array:
+def slots_for(block_tables: ArrayLike, positions: ArrayLike, cache: KVCache | CacheLayout) -> jax.Array:
     """Returns the slots of token positions.
 
     For a group that stores one entry per several tokens (`Group.rate`), these are the slots of entries: pass `positions
-    // rate`, and the group's own `block_size`, its entries per block.
+    // rate`, and the layout of the group, whose blocks have as many fewer entries.
 
     Args:
       block_tables: int32 [B, M], the blocks of each request in order.
       positions: int32 [B, ...], token positions of each request, counted from its first token.
-      block_size: tokens per block.
+      cache: the cache whose blocks the tables list, or its layout.
 
     Returns:
       int32, the shape of `positions`; -1 where the position is negative or past the table (M * block_size), or where
       the table's entry is not a valid block id (negative, or so large that its slots would not fit in int32).
 
     Raises:
-      ValueError: a shape or dtype is wrong.
+      ValueError: a shape or dtype is wrong, or `cache` is neither a KVCache nor a CacheLayout.
     """
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
@@ -31,39 +33,39 @@ def slots_for(block_tables: ArrayLike, positions: ArrayLike, *, block_size: int)
     if not shape:
         raise ValueError(f"`positions` is {describe(positions)}: expected int32 [B, ...]")
     dims.check_ints("positions", positions, " ".join(["B", *(f"n{i}" for i in range(1, len(shape)))]))
-    block_size = positive_int("block_size", block_size)
+    block_size = layout_of(cache).block_size
     return addressing.slots_for(int32(block_tables), int32(positions), block_size=block_size)
 
 
 def ragged_slots(
     block_tables: ArrayLike,
     cu_seq_lens: ArrayLike,
+    cache: KVCache | CacheLayout,
     *,
     total: int,
-    block_size: int,
     seq_starts: ArrayLike | None = None,
 ) -> jax.Array:
     """Returns the slots of ragged runs of tokens: request b has a run of `cu_seq_lens[b + 1] - cu_seq_lens[b]` tokens.
 
     For a group with a `rate`, the runs are of entries: new tokens from position s to e - 1 complete the entries from
-    s // rate to e // rate - 1.  Pass the running sum of their numbers, s // rate as `seq_starts`, and the group's own
-    `block_size`.
+    s // rate to e // rate - 1.  Pass the running sum of their numbers, s // rate as `seq_starts`, and the layout of the
+    group.
 
     Args:
       block_tables: int32 [B, M].
       cu_seq_lens: int32 [B + 1], running sum of the lengths, from 0.  A sum that is less than an earlier one is
         replaced by the earlier one, and its run is empty.  For unused requests at the end, pass the last sum again, 0,
         or a negative number.  The tables and `seq_starts` of empty runs may hold anything.
+      cache: the cache whose blocks the tables list, or its layout.
       total: static length of the result.  It may differ from the last sum: tokens past the first `total` are left out,
         and rows past the last run are -1.
-      block_size: tokens per block.
       seq_starts: int32 [B], position of the first token of each run (default 0): the offset of a prefill chunk.
 
     Returns:
       int32 [total]: the `slot_mapping` of a prefill write, or the slots of a gather.
 
     Raises:
-      ValueError: a shape or dtype is wrong.
+      ValueError: a shape or dtype is wrong, or `cache` is neither a KVCache nor a CacheLayout.
     """
     dims = Dims()
     dims.check_ints("block_tables", block_tables, "B M")
@@ -74,7 +76,7 @@ def ragged_slots(
         int32(block_tables),
         running_sum(cu_seq_lens),
         total=positive_int("total", total),
-        block_size=positive_int("block_size", block_size),
+        block_size=layout_of(cache).block_size,
         seq_starts=int32(seq_starts),
     )
 

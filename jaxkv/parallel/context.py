@@ -87,9 +87,7 @@ def local_slots(block_tables, positions, *, layout: CacheLayout, shard) -> jax.A
     positions, shards = _ints("positions", positions), layout.shards
     shard = index_below("shard", shard, shards.num_shards, "shards")
     owner, index = shards.place(positions)
-    return slots_for(
-        block_tables, jnp.where((positions >= 0) & (owner == shard), index, -1), block_size=layout.block_size
-    )
+    return slots_for(block_tables, jnp.where((positions >= 0) & (owner == shard), index, -1), layout)
 
 
 def _window_counts(window: int, shards: TokenShards) -> tuple[int, ...]:
@@ -531,7 +529,7 @@ def select_slots(
         scored = {"axis": axis, "max_len": max_len, "implementation": implementation, **options}
         logits = indexer_logits(q, weights, cache, block_tables, lengths, **scored)
         positions = select_topk(logits, k, shards=layout.shards, axis=axis, implementation=implementation)
-        return indexer.positions_to_slots(positions, block_tables, block_size=layout.block_size)
+        return indexer.positions_to_slots(positions, block_tables, layout)
 
     return in_query_chunks(
         select, q, weights, _whole_lengths(block_tables, int32(seq_lens), layout),

@@ -34,6 +34,7 @@ import jaxkv
 import jaxkv.models
 from jaxkv.models.config import GQA, MLA, CompressedAttention
 from jaxkv.models.parallel.base import OneDevice
+from jaxkv_kernels.addressing import slots_for
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests" / "data" / "models"
@@ -231,7 +232,7 @@ def prefill(model, tokens: np.ndarray) -> np.ndarray:
         tables[name] = first + jnp.arange(np.prod(shape), dtype=jnp.int32).reshape(shape)
         first += tables[name].size
     positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
-    slots = jaxkv.slots_for(tables[""], positions, block_size=BLOCK_SIZE)
+    slots = slots_for(tables[""], positions, block_size=BLOCK_SIZE)
     lengths = jnp.full(batch, length, jnp.int32)
     held = tables if len(tables) > 1 else tables[""]
 

@@ -22,7 +22,7 @@ def test_a_step_is_the_operations_of_each_layer():
     inputs, before = SMALL.inputs(), SMALL.cache()
     latents, keys = SMALL.groups(SMALL.num_blocks)
     cache, out = jax.jit(lambda cache: SMALL.attend(cache, inputs, implementation="xla"))(before)
-    slots = np.asarray(jaxkv.slots_for(inputs.tables, inputs.lengths[:, None] - 1, block_size=64))[:, 0]
+    slots = np.asarray(jaxkv.slots_for(inputs.tables, inputs.lengths[:, None] - 1, before))[:, 0]
     running = jnp.asarray([0, *np.cumsum(inputs.lengths)], jnp.int32)
     for layer in range(SMALL.layers):
         latent, rope = jaxkv.gather_mla(cache, inputs.tables, running, total=200, layer=layer, implementation="xla")

@@ -208,7 +208,7 @@ def select_topk(a, **changes):
 
 
 def positions_to_slots(a, **changes):
-    return call(jaxkv.positions_to_slots, dict(positions=a.chosen, block_tables=a.tables, block_size=4), changes)
+    return call(jaxkv.positions_to_slots, dict(positions=a.chosen, block_tables=a.tables, cache=a.mla), changes)
 
 
 def block_tables_from_csr(a, **changes):

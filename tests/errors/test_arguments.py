@@ -294,7 +294,7 @@ STATICS = [
     ("k past int32", lambda a: select_topk(a, k=2**40), ["`k`", "is 1099511627776:", "below 2147483648"]),
     (
         "block_size past int32",
-        lambda a: positions_to_slots(a, block_size=2**31),
+        lambda a: block_tables_from_csr(a, block_size=2**31),
         ["`block_size`", "is 2147483648:", "below 2147483648"],
     ),
     ("logit_cap past float32", lambda a: decode_mla(a, logit_cap=1e39), ["`logit_cap`", "1e+39", "float32 holds"]),
@@ -346,7 +346,7 @@ STATICS = [
     ),
     ("k 0", lambda a: select_topk(a, k=0), ["`k`", "is 0:", "positive int"]),
     ("k of a float", lambda a: select_topk(a, k=2.0), ["`k`", "2.0", "positive int"]),
-    ("block_size 0", lambda a: positions_to_slots(a, block_size=0), ["`block_size`", "is 0:", "positive int"]),
+    ("block_size 0", lambda a: block_tables_from_csr(a, block_size=0), ["`block_size`", "is 0:", "positive int"]),
 ]
 
 
@@ -436,41 +436,58 @@ HELPERS = [
         ["`layout` is a PackedLayout", "packed[name]"],
     ),
     ("view of no layout", lambda a: a.mla.view(None), ["`layout`", "None", "CacheLayout"]),
-    ("slots_for of lists", lambda a: jaxkv.slots_for([[0]], [[0]], block_size=4), ["`block_tables` is a list"]),
+    ("slots_for of lists", lambda a: jaxkv.slots_for([[0]], [[0]], a.mla), ["`block_tables` is a list"]),
     (
         "slots_for of no columns",
-        lambda a: jaxkv.slots_for(a.tables[:, :0], a.tables, block_size=4),
+        lambda a: jaxkv.slots_for(a.tables[:, :0], a.tables, a.mla),
         ["`block_tables`", "(2, 0)"],
     ),
     (
         "slots_for of floats",
-        lambda a: jaxkv.slots_for(a.tables * 1.0, a.tables, block_size=4),
+        lambda a: jaxkv.slots_for(a.tables * 1.0, a.tables, a.mla),
         ["`block_tables`", "float32"],
     ),
     (
         "slots_for of 3 requests",
-        lambda a: jaxkv.slots_for(a.tables, jnp.zeros((3, 2), int), block_size=4),
+        lambda a: jaxkv.slots_for(a.tables, jnp.zeros((3, 2), int), a.mla),
         ["`positions`", "(3, 2)"],
     ),
-    ("slots_for of block_size 0", lambda a: jaxkv.slots_for(a.tables, a.tables, block_size=0), ["`block_size`", "0"]),
+    (
+        "slots_for of a block size",
+        lambda a: jaxkv.slots_for(a.tables, a.tables, 64),
+        ["`cache` is 64", "expected the KVCache", "CacheLayout"],
+    ),
+    (
+        "positions_to_slots of all groups",
+        lambda a: positions_to_slots(
+            a,
+            cache=jaxkv.PackedLayout(groups={"a": jaxkv.Group(1, jaxkv.IndexerEntry())}, num_blocks=2, block_size=4),
+        ),
+        ["`cache` is PackedLayout(num_blocks=2", "packed[name]"],
+    ),
+    (
+        "ragged_slots of a buffer",
+        lambda a: jaxkv.ragged_slots(a.tables, a.cu_seq_lens, a.mla.buffer, total=1),
+        ["`cache` is bfloat16[", "expected the KVCache"],
+    ),
     (
         "ragged_slots of lists",
-        lambda a: jaxkv.ragged_slots([[0]], [0, 1], total=1, block_size=4),
+        lambda a: jaxkv.ragged_slots([[0]], [0, 1], a.mla, total=1),
         ["`block_tables` is a list"],
     ),
     (
         "ragged_slots of no rows",
-        lambda a: jaxkv.ragged_slots(a.tables[:0], a.ids[:1], total=1, block_size=4),
+        lambda a: jaxkv.ragged_slots(a.tables[:0], a.ids[:1], a.mla, total=1),
         ["`block_tables`", "(0, 3)"],
     ),
     (
         "ragged_slots of B sums",
-        lambda a: jaxkv.ragged_slots(a.tables, a.ids, total=1, block_size=4),
+        lambda a: jaxkv.ragged_slots(a.tables, a.ids, a.mla, total=1),
         ["`cu_seq_lens`", "(2,)", "[3]"],
     ),
     (
         "ragged_slots of total 0.5",
-        lambda a: jaxkv.ragged_slots(a.tables, a.cu_seq_lens, total=0.5, block_size=4),
+        lambda a: jaxkv.ragged_slots(a.tables, a.cu_seq_lens, a.mla, total=0.5),
         ["`total`", "0.5"],
     ),
     ("page tables of lists", lambda a: block_tables_from_csr(a, indices=[0, 1]), ["`indices` is a list", "array [n]"]),

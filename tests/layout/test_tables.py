@@ -110,12 +110,12 @@ def test_a_write_reaches_the_bytes_of_its_group_alone(name, order):
 def test_entries_of_compressed_groups_have_slots_by_their_own_block_size():
     layout, tables = packed(), jnp.asarray([[4, 1], [2, 5]])
     tokens = jnp.asarray([[0, 3, 4, 31, 32, 63, 64]] * 2)
-    slots = jaxkv.slots_for(tables, tokens // 4, block_size=layout["latent"].block_size)
+    slots = jaxkv.slots_for(tables, tokens // 4, layout["latent"])
     assert slots.tolist() == [[32, 32, 33, 39, 8, 15, -1], [16, 16, 17, 23, 40, 47, -1]]
     # Tokens 5 to 12 of the first request and 0 to 2 of the second complete entries 1 and 2, and none.
     starts, ends = jnp.asarray([5, 0]), jnp.asarray([13, 3])
     sums = jnp.cumsum(jnp.concatenate([jnp.zeros(1, int), ends // 4 - starts // 4]))
-    found = jaxkv.ragged_slots(tables, sums, total=4, block_size=8, seq_starts=starts // 4)
+    found = jaxkv.ragged_slots(tables, sums, layout["latent"], total=4, seq_starts=starts // 4)
     assert found.tolist() == [33, 34, -1, -1]
 
 

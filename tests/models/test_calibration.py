@@ -13,6 +13,7 @@ import safetensors.numpy
 
 import jaxkv
 from jaxkv import models, serving
+from jaxkv_kernels.addressing import slots_for
 from models.checkpoints.mtp import with_mtp
 from support.cases import further, slow
 from support.compare import assert_same_bits
@@ -58,7 +59,7 @@ def logits(model, prompt):
     length = len(prompt)
     blocks = -(-length // BLOCK)
     tables = jnp.arange(blocks)[None]
-    slots = jaxkv.slots_for(tables, jnp.arange(length)[None], block_size=BLOCK)
+    slots = slots_for(tables, jnp.arange(length)[None], block_size=BLOCK)
     tokens = jnp.asarray([prompt])
     _, x = jax.jit(models.forward)(model, model.cache(blocks), tokens, jnp.asarray([length]), tables, slots)
     return np.asarray(models.head(model, x)[0], np.float64)
@@ -93,7 +94,7 @@ def expected(model, prompt):
     """The largest magnitudes in the unquantised cache of a prompt: [layers] or, of keys and values, [layers, heads]."""
     blocks = -(-len(prompt) // BLOCK)
     tables, index = jnp.arange(blocks)[None], jnp.asarray([0, len(prompt)])
-    slots = jaxkv.slots_for(tables, jnp.arange(len(prompt))[None], block_size=BLOCK)
+    slots = slots_for(tables, jnp.arange(len(prompt))[None], block_size=BLOCK)
     cache, _ = models.forward(
         model, model.cache(blocks), jnp.asarray([prompt]), jnp.asarray([len(prompt)]), tables, slots
     )

@@ -75,7 +75,7 @@ def errors(model):
         positions = np.where(positions < first[:, None], -1, positions)
         held = zip(rows, positions, strict=True)
         tokens = np.stack([np.where(at < 0, 0, row[at]) for row, at in held]).astype(np.int32)
-        slots = jaxkv.slots_for(jnp.asarray(tables), jnp.asarray(positions), block_size=BLOCK_SIZE)
+        slots = jaxkv.slots_for(jnp.asarray(tables), jnp.asarray(positions), cache)
         cache, logits = program(model, cache, tokens, last.astype(np.int32), tables, slots)
         return cache, np.asarray(logits, np.float64), positions
 

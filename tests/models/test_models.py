@@ -12,6 +12,7 @@ import pytest
 
 import jaxkv
 import jaxkv.models
+from jaxkv_kernels.addressing import slots_for
 from support.cases import further, slow
 from support.recorded import DISTINCT
 
@@ -144,7 +145,7 @@ class Requests:
         column = np.arange(width)
         positions = np.where(column >= width - count[:, None], seq_lens[:, None] - width + column, -1)
         tables = self.tables if len(self.tables) > 1 else self.tables[""]
-        slots = jaxkv.slots_for(self.tables[""], positions, block_size=self.block_size)
+        slots = slots_for(self.tables[""], positions, block_size=self.block_size)
         self.cache, logits = program(self.model, self.cache, tokens, seq_lens, tables, slots)
         for i, row in enumerate(np.asarray(logits)):
             self.logits[i] += list(row[width - count[i] :])

@@ -48,7 +48,7 @@ def filled():
     for name, layout in LAYOUT.items():
         group, table = GROUPS[name], jnp.asarray([BLOCKS[GROUPS[name].table]], jnp.int32)
         count = TOKENS // group.rate
-        slots = jaxkv.slots_for(table, jnp.arange(count)[None], block_size=layout.block_size)[0]
+        slots = jaxkv.slots_for(table, jnp.arange(count)[None], layout)[0]
         cache = cache.view(layout)
         for layer in range(group.num_layers):
             if name == "state":

@@ -99,7 +99,7 @@ def all_layers_of_two_groups(cache, kv_c, k_pe, key, q_latent, q_pe, q, weights,
         cache = jaxkv.write_mla(cache, kv_c, k_pe, slots, layer=layer)
         keys = jaxkv.write_indexer_k(cache.view(packed["indexer"]), key, slots, layer=layer)
         logits = jaxkv.indexer_logits(q, weights, keys, tables, lengths, layer=layer, max_len=512)
-        chosen = jaxkv.positions_to_slots(jaxkv.select_topk(logits, 128), tables, block_size=64)
+        chosen = jaxkv.positions_to_slots(jaxkv.select_topk(logits, 128), tables, keys)
         cache = keys.view(packed["latent"])
         out = jaxkv.decode_mla_sparse(q_latent[:, None], q_pe[:, None], cache, chosen, layer=layer, scale=0.1)
         return cache, out
@@ -319,7 +319,7 @@ class TestTraces:
 
         @chex.assert_max_traces(n=1)
         def step(cache, kv_c, k_pe, q_latent, q_pe, tables, lengths, layer):
-            slots = jaxkv.slots_for(tables, lengths - 1, block_size=16)
+            slots = jaxkv.slots_for(tables, lengths - 1, cache)
             cache = jaxkv.write_mla(cache, kv_c, k_pe, slots, layer=layer)
             return cache, jaxkv.decode_mla(q_latent, q_pe, cache, tables, lengths, layer=layer, scale=0.1)
 
@@ -343,7 +343,7 @@ class TestTraces:
         before = None
         for i in range(6):
             kv_c, k_pe, q_latent, q_pe, tables, lengths, _ = self.arguments(rng, i)
-            slots = jaxkv.slots_for(tables, lengths - 1, block_size=16)
+            slots = jaxkv.slots_for(tables, lengths - 1, cache)
             cache = jaxkv.write_mla(cache, kv_c, k_pe, slots, layer=i % 3, implementation="xla")
             jaxkv.decode_mla(q_latent, q_pe, cache, tables, lengths, layer=i % 3, scale=0.1 + i, implementation="xla")
             sizes = [kernel._cache_size() for kernel in kernels]

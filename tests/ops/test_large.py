@@ -50,7 +50,7 @@ def check(layout, view, layers):
     blocks = blocks_at_edges(layout, layers)
     total = len(blocks) * BLOCK_SIZE - 3
     tables = jnp.asarray([blocks], jnp.int32)
-    slots = jaxkv.slots_for(tables, jnp.arange(total)[None], block_size=BLOCK_SIZE)[0]
+    slots = jaxkv.slots_for(tables, jnp.arange(total)[None], layout)[0]
 
     rng = np.random.default_rng(0)
     q = [jnp.asarray(rng.standard_normal((1, 2, n)), jnp.bfloat16) for n in ENTRY.sizes]

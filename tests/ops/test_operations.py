@@ -57,8 +57,9 @@ def test_a_call_is_captured_without_running(monkeypatch):
     monkeypatch.setattr(XLA, "merge_states", None)
     call = operation.call(np.ones((2, 3, 4), np.float32), np.zeros((2, 3), np.float32))
     assert isinstance(call, MergeStates)
+    layout = jaxkv.CacheLayout(num_layers=1, num_blocks=2, block_size=4, entry=jaxkv.MLAEntry("bf16"))
     with pytest.raises(TypeError, match="chooses no implementation"):
-        dispatch.captured(jaxkv.slots_for, np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), block_size=4)
+        dispatch.captured(jaxkv.slots_for, np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32), layout)
 
 
 @every_operation

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jaxkv
+from jaxkv_kernels.addressing import slots_for
 from support.compare import assert_same_bits
 
 INT32 = np.iinfo(np.int32)
@@ -82,7 +83,7 @@ def test_ids_that_do_not_exist_are_missing_blocks():
 def test_no_new_token_gets_the_slot_of_another_one_in_a_request_of_too_many_blocks():
     tables, lengths = check([0, 3, 4], [7, 5, 6, 2], [2, 2], 4, 2)
     assert tables.tolist() == [[7, 5], [2, -1]]
-    slots = jaxkv.slots_for(jnp.asarray(tables), jnp.asarray(lengths)[:, None] - 1, block_size=4)
+    slots = slots_for(jnp.asarray(tables), jnp.asarray(lengths)[:, None] - 1, block_size=4)
     assert slots.tolist() == [[-1], [9]]
 
 

@@ -185,7 +185,7 @@ def test_tokens_beyond_the_table_are_not_stored():
     tables, index = jnp.asarray([[4, 9, 2]]), [jnp.asarray(x) for x in ([50], [4, 9, 2], [0, 5], [0, 0, 1])]
     q, new = ([x[:5] for x in some] for some in (q, new))
     _, after = jaxkv.mla_ragged_paged_attention(*q, *new, cache, *index, layer=1)
-    slots = jaxkv.slots_for(tables, jnp.asarray([[45, 46, 47, -1, -1]]), block_size=BLOCK)[0]
+    slots = jaxkv.slots_for(tables, jnp.asarray([[45, 46, 47, -1, -1]]), cache)[0]
     assert_caches_equal(after, jaxkv.write_mla(cache, *new, slots, layer=1), padding=True)
 
 

@@ -50,7 +50,7 @@ def fill(recorded, order):
     tables = np.full((len(needed), needed.max() + 1), np.iinfo(np.int32).max, np.int32)
     for row, count in zip(tables, needed, strict=True):
         row[:count] = [next(blocks) for _ in range(count)]
-    slots = jaxkv.ragged_slots(jnp.asarray(tables), jnp.asarray(cu_seq_lens), total=tokens, block_size=BLOCK_SIZE)
+    slots = jaxkv.ragged_slots(jnp.asarray(tables), jnp.asarray(cu_seq_lens), layout, total=tokens)
     cache = jaxkv.KVCache(jnp.full(layout.size, jnp.nan, jnp.float32), layout)
     for layer in range(layers):
         cache = jaxkv.write_mla(cache, recorded["kv_c"][layer], recorded["k_pe"][layer], slots, layer=layer)

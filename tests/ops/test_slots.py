@@ -1,5 +1,7 @@
 """Slot arithmetic against plain Python loops, with poison in tables and positions."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,10 +67,22 @@ def poisoned_positions(block_size):
     return np.broadcast_to(np.concatenate([inside, outside]).astype(np.int32), (4, 4 * block_size + len(outside)))
 
 
+def blocks_of(block_size):
+    """The layout of a cache with blocks of that many tokens."""
+    entry = jaxkv.MLAEntry("bf16", latent=8, rope=8)
+    return jaxkv.CacheLayout(num_layers=1, num_blocks=1, block_size=block_size, entry=entry)
+
+
 def assert_slots(function, arrays, block_size, expected):
-    """The function returns these slots, with and without `jit`."""
-    for call in (function, jax.jit(function, static_argnames="block_size")):
-        found = call(*map(jnp.asarray, arrays), block_size=block_size)
+    """The function returns these slots, of a cache and of its layout, with and without `jit`."""
+    layout = blocks_of(block_size)
+    compiled = jax.jit(function)
+    of_layout = jax.jit(partial(function, cache=layout))
+    for found in (
+        function(*map(jnp.asarray, arrays), layout),
+        compiled(*arrays, jaxkv.KVCache.zeros(layout)),
+        of_layout(*arrays),
+    ):
         assert found.dtype == jnp.int32
         assert np.array_equal(found, expected)
 
@@ -84,7 +98,7 @@ def test_slots_of_poisoned_tables_and_positions(block_size):
 def test_positions_of_any_rank_belong_to_the_request_of_their_first_axis(shape):
     tables = poisoned_tables(3)
     positions = np.random.default_rng(0).integers(-2, 14, shape).astype(np.int32)
-    found = jaxkv.slots_for(jnp.asarray(tables), jnp.asarray(positions), block_size=3)
+    found = jaxkv.slots_for(jnp.asarray(tables), jnp.asarray(positions), blocks_of(3))
     assert found.shape == shape
     assert np.array_equal(found, loop_slots(tables, positions, 3))
 
@@ -107,7 +121,7 @@ def test_no_table_entry_wraps_round_into_a_slot(block_size):
     ]
     tables = jnp.asarray([entries], jnp.int32)
     positions = jnp.arange(len(entries) * block_size)[None]
-    found = np.asarray(jaxkv.slots_for(tables, positions, block_size=block_size)).reshape(-1, block_size)
+    found = np.asarray(jaxkv.slots_for(tables, positions, blocks_of(block_size))).reshape(-1, block_size)
     for entry, row in zip(entries, found, strict=True):
         if entry >= 0 and (entry + 1) * block_size <= MAX_SLOTS:
             assert row.tolist() == [entry * block_size + i for i in range(block_size)]
@@ -117,8 +131,8 @@ def test_no_table_entry_wraps_round_into_a_slot(block_size):
 
 def test_the_last_slot_that_int32_counts_is_found():
     tables = jnp.asarray([[2**31 - 2, 2**25 - 2]], jnp.int32)
-    assert jaxkv.slots_for(tables, jnp.asarray([[0]]), block_size=1).tolist() == [[2**31 - 2]]
-    assert jaxkv.slots_for(tables, jnp.asarray([[127]]), block_size=64).tolist() == [[2**31 - 65]]
+    assert jaxkv.slots_for(tables, jnp.asarray([[0]]), blocks_of(1)).tolist() == [[2**31 - 2]]
+    assert jaxkv.slots_for(tables, jnp.asarray([[127]]), blocks_of(64)).tolist() == [[2**31 - 65]]
 
 
 @each_value(("block_size", "starts"), SIZES, ["poison", "inside", "zeros", None], default=2)
@@ -138,8 +152,8 @@ def test_ragged_runs_with_empty_requests(block_size, starts):
         found = jaxkv.ragged_slots(
             jnp.asarray(tables),
             cu_seq_lens,
+            blocks_of(block_size),
             total=total,
-            block_size=block_size,
             seq_starts=None if starts is None else jnp.asarray(given_starts, jnp.int32),
         )
         assert found.dtype == jnp.int32
@@ -157,8 +171,8 @@ def test_ragged_slots_of_anything(tables, lengths, starts, block_size):
     found = jaxkv.ragged_slots(
         jnp.asarray(tables, jnp.int32),
         jnp.asarray(np.cumsum([0, *lengths]), jnp.int32),
+        blocks_of(block_size),
         total=30,
-        block_size=block_size,
         seq_starts=jnp.asarray(starts, jnp.int32),
     )
     assert np.array_equal(found, loop_ragged(tables, lengths, starts, 30, block_size))
@@ -171,8 +185,8 @@ def test_ragged_positions_are_those_of_ragged_slots():
     assert jaxkv.ragged_positions(sums, total=21).tolist() == [*range(20), 0]
     tables = jnp.arange(10).reshape(5, 2)
     rows = jnp.repeat(tables, jnp.asarray([20, 0, 13, 0, 7]), axis=0, total_repeat_length=40)
-    slots = jaxkv.slots_for(rows, found[:, None], block_size=16)[:, 0]
-    right = jaxkv.ragged_slots(tables, sums, total=40, block_size=16, seq_starts=starts)
+    slots = jaxkv.slots_for(rows, found[:, None], blocks_of(16))[:, 0]
+    right = jaxkv.ragged_slots(tables, sums, blocks_of(16), total=40, seq_starts=starts)
     assert slots.tolist() == right.tolist()
 
 
@@ -183,22 +197,22 @@ def test_sums_that_fall_count_as_those_before_them():
     right = loop_ragged(np.asarray(tables), [20, 13, 0, 0], np.asarray(starts), 40, 16)
     for tail in ((33, 33), (0, 0), (-1, -1), (INT32.min, INT32.min), (21, 3)):
         sums = jnp.asarray([0, 20, 33, *tail], jnp.int32)
-        found = jaxkv.ragged_slots(tables, sums, total=40, block_size=16, seq_starts=starts)
+        found = jaxkv.ragged_slots(tables, sums, blocks_of(16), total=40, seq_starts=starts)
         assert np.array_equal(found, right), tail
 
 
 def test_all_requests_empty():
     tables = jnp.asarray(poisoned_tables(16))
-    found = jaxkv.ragged_slots(tables, jnp.zeros(5, jnp.int32), total=6, block_size=16)
+    found = jaxkv.ragged_slots(tables, jnp.zeros(5, jnp.int32), blocks_of(16), total=6)
     assert found.tolist() == [-1] * 6
 
 
 def test_a_run_is_the_slots_of_its_positions():
     tables = jnp.asarray([[4, 1, 8], [0, 5, 2]], jnp.int32)
     starts = jnp.asarray([7, 0])
-    ragged = jaxkv.ragged_slots(tables, jnp.asarray([0, 20, 36]), total=36, block_size=16, seq_starts=starts)
-    first = jaxkv.slots_for(tables, jnp.stack([7 + jnp.arange(20)] * 2), block_size=16)[0]
-    second = jaxkv.slots_for(tables, jnp.stack([jnp.arange(16)] * 2), block_size=16)[1]
+    ragged = jaxkv.ragged_slots(tables, jnp.asarray([0, 20, 36]), blocks_of(16), total=36, seq_starts=starts)
+    first = jaxkv.slots_for(tables, jnp.stack([7 + jnp.arange(20)] * 2), blocks_of(16))[0]
+    second = jaxkv.slots_for(tables, jnp.stack([jnp.arange(16)] * 2), blocks_of(16))[1]
     assert ragged.tolist() == [*first.tolist(), *second.tolist()]
 
 
@@ -214,10 +228,10 @@ def test_selected_positions_become_slots(block_size):
 def test_positions_and_tables_of_wider_integers_saturate():
     tables = np.asarray([[3, 2**32 + 1, -(2**32)]], np.int64)  # 1 and 0, had they been cut to 32 bits
     positions = np.asarray([[[2, 5, 9, 2**32 + 2, -(2**32) + 2]]], np.int64)
-    found = jaxkv.positions_to_slots(positions, tables, block_size=4)
+    found = jaxkv.positions_to_slots(positions, tables, blocks_of(4))
     assert found.tolist() == [[[14, -1, -1, -1, -1]]]
     with jax.enable_x64(True):
-        found = jaxkv.positions_to_slots(jnp.asarray(positions), jnp.asarray(tables), block_size=4)
+        found = jaxkv.positions_to_slots(jnp.asarray(positions), jnp.asarray(tables), blocks_of(4))
     assert found.dtype == jnp.int32
     assert found.tolist() == [[[14, -1, -1, -1, -1]]]
 
@@ -225,5 +239,5 @@ def test_positions_and_tables_of_wider_integers_saturate():
 @pytest.mark.parametrize("dtype", [np.int16, np.uint32, np.int32, np.int64])
 def test_tables_of_numpy_and_traced_positions(dtype):
     tables = np.asarray([[4, 1], [0, 5]], dtype)
-    found = jax.jit(lambda positions: jaxkv.slots_for(tables, positions, block_size=4))(jnp.asarray([[5], [3]]))
+    found = jax.jit(lambda positions: jaxkv.slots_for(tables, positions, blocks_of(4)))(jnp.asarray([[5], [3]]))
     assert found.tolist() == [[5], [3]]

@@ -140,14 +140,14 @@ def test_arrays_in_a_list():
 @on_several_devices
 def test_from_devices_to_devices():
     """Two caches of half of the heads, which a model has written, are read as two of half of the tokens."""
-    mesh, tokens, block_size = mesh_of(2, axis_type=AxisType.Auto), 27, 4
+    mesh, tokens = mesh_of(2, axis_type=AxisType.Auto), 27
     of_heads, shards = layout(num_heads=2), jaxkv.TokenShards(2, 3)
     of_tokens = layout(num_heads=4, block_size=8, shards=shards)
     on_each = partial(jax.shard_map, mesh=mesh, check_vma=False)
     k, v = np.random.default_rng(0).standard_normal((2, tokens, 4, 16)).astype(np.float32)
     v = v[..., :8]
     blocks, others = jnp.arange(7)[::-1], jnp.asarray([5, 2])
-    slots = jaxkv.slots_for(blocks[None], jnp.arange(tokens)[None], block_size=block_size)[0]
+    slots = jaxkv.slots_for(blocks[None], jnp.arange(tokens)[None], of_heads)[0]
 
     @jax.jit
     @partial(on_each, in_specs=(P("x"), P(None, "x"), P(None, "x")), out_specs=(P("x"), P("x")))

@@ -45,7 +45,7 @@ pytestmark = on_several_devices
 
 def written_and_read(cache, new, positions, q, tables, lengths):
     """One device's step."""
-    cache = write(cache, new, jaxkv.slots_for(tables, positions, block_size=BLOCK))
+    cache = write(cache, new, jaxkv.slots_for(tables, positions, cache))
     return cache, decode(q, cache, tables, lengths)
 
 

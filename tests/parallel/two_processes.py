@@ -46,9 +46,7 @@ def generate(cache, slots_of, decode):
 
 
 def on_one_device():
-    return generate(
-        jaxkv.KVCache.zeros(layout), lambda *args: jaxkv.slots_for(*args, block_size=BLOCK), jaxkv.decode_mla
-    )
+    return generate(jaxkv.KVCache.zeros(layout), partial(jaxkv.slots_for, cache=layout), jaxkv.decode_mla)
 
 
 def on_a_share(cache):

@@ -51,7 +51,7 @@ def test_options_depend_on_the_device_and_on_the_step(monkeypatch):
 def decode(model, cache, tokens, length, tables):
     """The cache, the logits and the next tokens of requests of that length, the new token included."""
     lengths = jnp.full(len(tokens), length)
-    slots = jaxkv.slots_for(tables, lengths[:, None] - 1, block_size=64)[:, 0]
+    slots = jaxkv.slots_for(tables, lengths[:, None] - 1, cache)[:, 0]
     cache, logits = models.decode(model, cache, tokens, lengths, tables, slots)
     return cache, logits, logits.argmax(-1).astype(jnp.int32)
 

@@ -287,7 +287,7 @@ def _kv_ragged(n, d):
 
 def _ragged_slots(n, d):
     sums, starts = d.running_sum(n.B, 5), d.ints(0, 4, n.B)
-    return dict(block_tables=d.distinct(6, n.B, n.M), cu_seq_lens=sums, total=6, block_size=4, seq_starts=starts)
+    return dict(block_tables=d.distinct(6, n.B, n.M), cu_seq_lens=sums, cache=d.cache(MLA), total=6, seq_starts=starts)
 
 
 def _block_tables_from_csr(n, d):
@@ -337,7 +337,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "indexer_logits, ragged": _indexer_ragged,
     "select_topk": lambda n, d: dict(logits=d.floats(n.B, n.N), k=3, lengths=d.ints(0, 9, n.B)),
     "positions_to_slots": lambda n, d: dict(
-        positions=d.ints(-1, 9, n.B, n.Q, n.K), block_tables=d.distinct(6, n.B, n.M), block_size=4
+        positions=d.ints(-1, 9, n.B, n.Q, n.K), block_tables=d.distinct(6, n.B, n.M), cache=d.cache(MLA)
     ),
     "select_slots": lambda n, d: {**_indexer(n, d), "k": 3},
     "select_slots, in chunks": lambda n, d: {**_indexer(n, d), "k": 3, "logits_bytes": 1},
@@ -356,7 +356,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "scaled_linear": _scaled_linear(False),
     "scaled_linear, products of e4m3": _scaled_linear(True),
     "slots_for": lambda n, d: dict(
-        block_tables=d.distinct(6, n.B, n.M), positions=d.ints(-1, 9, n.B, n.T), block_size=4
+        block_tables=d.distinct(6, n.B, n.M), positions=d.ints(-1, 9, n.B, n.T), cache=d.cache(MLA)
     ),
     "ragged_slots": _ragged_slots,
     "ragged_positions": lambda n, d: dict(cu_seq_lens=d.running_sum(n.B, 5), total=6, seq_starts=d.ints(0, 4, n.B)),

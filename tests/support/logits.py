@@ -8,6 +8,7 @@ import numpy as np
 
 import jaxkv
 from jaxkv import models
+from jaxkv_kernels.addressing import slots_for
 
 
 @partial(jax.jit, donate_argnums=1)
@@ -33,7 +34,7 @@ def logits_of(model, tokens):
         new = tokens[start : start + width]
         padding = width - len(new)
         positions = np.asarray([[-1] * padding + [*range(start, start + len(new))]])
-        slots = jaxkv.slots_for(tables[""], positions, block_size=size)
+        slots = slots_for(tables[""], positions, block_size=size)
         length = jnp.asarray([start + len(new)], jnp.int32)
         padded = np.asarray([[0] * padding + new], np.int32)
         cache, logits = _run(model, cache, padded, length, tables if len(tables) > 1 else tables[""], slots)

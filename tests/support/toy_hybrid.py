@@ -100,10 +100,10 @@ def prefill(model, cache, tokens, seq_lens, block_tables, slot_mapping):
         slots, seen = slot_mapping, None
         if layer == "window":
             table, options = tables["window"], options | {"window": WINDOW}
-            slots = jaxkv.slots_for(table, jnp.where(live, positions, -1), block_size=config.window_block)
+            slots = jaxkv.slots_for(table, jnp.where(live, positions, -1), view)
         if layer == "compressed":  # an entry of the last of every RATE tokens; each token is a request of its own
             last = live & (positions % RATE == RATE - 1)
-            slots = jaxkv.slots_for(table, jnp.where(last, positions // RATE, -1), block_size=block_size // RATE)
+            slots = jaxkv.slots_for(table, jnp.where(last, positions // RATE, -1), view)
             seen = jnp.where(live, (positions + 1) // RATE, 0).reshape(-1)
         view = jaxkv.write_mla(view, entry[:, :LATENT], entry[:, LATENT:], slots.reshape(-1), layer=0)
         if seen is None:
@@ -120,7 +120,7 @@ def recur(cache, weights, x, table, seq_lens, live, block_size):
     """sum = DECAY sum + x in + x' before, where x' is the token before x, or 0; the layer's output is tanh(sum) out."""
     start = seq_lens - live.sum(axis=1)
     before, after = (
-        jaxkv.slots_for(table, jnp.where(end > 0, (end - 1) // block_size, -1)[:, None], block_size=1)[:, 0]
+        jaxkv.slots_for(table, jnp.where(end > 0, (end - 1) // block_size, -1)[:, None], cache)[:, 0]
         for end in (start, seq_lens)
     )
     states = jaxkv.read_state(cache, before, layer=0)

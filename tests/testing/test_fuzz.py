@@ -18,6 +18,7 @@ from jaxkv.testing import families, fuzz, random_layouts
 from jaxkv.testing.attention import MASKS, Plan
 from jaxkv.testing.buffers import address_map
 from jaxkv.testing.compare import EPSILON, differ, excess
+from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.calls import Kernels, supports
 from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.xla.kernels import XLA
@@ -151,7 +152,7 @@ def selects_later_positions(kernel):
         positions = jnp.where(found < 0, -1, logits.shape[-1] - 1 - found)
         if block_tables is None:
             return positions
-        return jaxkv.positions_to_slots(positions, block_tables, block_size=block_size)
+        return slots_for(block_tables, positions, block_size=block_size)
 
     return select
 

@@ -202,6 +202,12 @@ parallel.convert_blocks(q, [layout, layout], layout)
 parallel.permute_blocks(cache, lengths, lengths, tables, axis="x")
 # argument: the name of an operation instead of the operation
 jaxkv.explain("decode_mla", q, q_pe, cache, tables, lengths, layer=0, scale=0.1)
+# argument: tokens per block instead of the cache
+jaxkv.slots_for(tables, lengths, 64)
+# missing: tokens per block by name instead of the cache
+jaxkv.positions_to_slots(lengths, tables, block_size=64)
+# argument: all groups instead of one
+jaxkv.ragged_slots(tables, lengths, jaxkv.PackedLayout(num_blocks=2, block_size=4, groups={}), total=8)
 # attribute: the name of an operation
 jaxkv.decode_mha(q_kv, kv_cache, tables, lengths, layer=0, scale=0.1)
 # argument: a PackedLayout instead of one of its groups

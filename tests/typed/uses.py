@@ -134,6 +134,10 @@ assert_type(jaxkv.swizzle_scales(np.zeros((2, 8, 16, 8), np.uint8), inverse=True
 assert_type(jaxkv.decode_kv(q_kv, kv_cache, *paged, layer=0, scale=0.1), jax.Array)
 assert_type(jaxkv.select_experts(q_kv[:, 0], 4, scoring="sigmoid"), tuple[jax.Array, jax.Array])
 
+assert_type(jaxkv.slots_for(tables, on_host[0], cache), jax.Array)
+assert_type(jaxkv.ragged_slots(tables, lengths, kv_cache.layout, total=8, seq_starts=lengths), jax.Array)
+assert_type(jaxkv.positions_to_slots(slots, tables, latents), jax.Array)
+
 packed = PackedLayout(
     num_blocks=8,
     block_size=64,

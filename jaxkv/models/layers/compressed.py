@@ -70,7 +70,7 @@ def attention(
     kv = rope.rotate_last(rms_norm(linear(x, weights["kv"]), weights["kv_norm"], eps), cos, sin)
 
     window = model.groups_of(cache)["window"]
-    slots = batch.slots_of(WINDOW, window.block_size)
+    slots = batch.slots_of(WINDOW, window)
     options: dict[str, Any] = {"layer": layer, "implementation": model.implementation}
     cache = _write(cache, window, kv.reshape(len(slots), -1), slots, **options)
     queries, see = (), None
@@ -85,7 +85,7 @@ def attention(
             q[..., :latent],
             q[..., latent:],
             cache.view(window),
-            slots_for(sub_batch.tables[WINDOW], seen, block_size=window.block_size),
+            slots_for(sub_batch.tables[WINDOW], seen, window),
             counts=jnp.minimum(positions + 1, config.window),
             extra=None if see is None else see(sub_batch, positions, *queries),
             sinks=weights["sinks"],
@@ -139,9 +139,9 @@ def _write(cache: KVCache, layout: CacheLayout, entries, slots, **options) -> KV
 
 def _all_entries(rate: int, entries: KVCache, layer, sub_batch: SubBatch, positions) -> ExtraCache:
     """All entries, of which each query token sees those that are complete."""
-    table, block_size = sub_batch.tables[MAIN], entries.layout.block_size
-    numbers = jnp.arange(table.shape[1] * block_size, dtype=jnp.int32)
-    slots = slots_for(table, jnp.broadcast_to(numbers, (len(table), len(numbers))), block_size=block_size)
+    table = sub_batch.tables[MAIN]
+    numbers = jnp.arange(table.shape[1] * entries.layout.block_size, dtype=jnp.int32)
+    slots = slots_for(table, jnp.broadcast_to(numbers, (len(table), len(numbers))), entries)
     slots = jnp.broadcast_to(slots[:, None], (*positions.shape, len(numbers)))
     return ExtraCache(entries, slots, layer, counts=(positions + 1) // rate)
 
@@ -284,18 +284,18 @@ def new_entries(
     options: dict[str, Any] = {"layer": layer, "implementation": implementation}
     new = {name: product("...i,oi->...o", x, weights[name], dtype=jnp.float32) for name in ("kv", "gate")}
     new = {name: array.reshape(-1, array.shape[-1]) for name, array in new.items()}
-    held = write_state(cache.view(rows), new, batch.slots_of(compressor.table, rows.block_size), **options)
+    held = write_state(cache.view(rows), new, batch.slots_of(compressor.table, rows), **options)
     found, all_slots = [], []
     for sub_batch, positions in zip(batch.sub_batches, batch.divided(batch.positions), strict=True):
         numbers, complete = compressor.closing(sub_batch.seq_lens, positions)
         places = compressor.rows_of(numbers)
-        slots = slots_for(sub_batch.tables[compressor.table], places, block_size=rows.block_size)
+        slots = slots_for(sub_batch.tables[compressor.table], places, rows)
         states = read_state(held, slots.reshape(-1), **options)
         values, gates = (states[name].reshape(*places.shape, -1) for name in ("kv", "gate"))
         entry = compressor.compress(weights, values, gates, places, eps)
         cos, sin = rope.angles(config.compressed_rope, config.rotary_dim, numbers * compressor.rate)
         entry = rope.rotate_last(entry, cos, sin).astype(x.dtype)
-        slots = slots_for(sub_batch.tables[MAIN], numbers, block_size=entries.block_size)
+        slots = slots_for(sub_batch.tables[MAIN], numbers, entries)
         found.append(entry.reshape(-1, entry.shape[-1]))
         all_slots.append(jnp.where(complete, slots, -1).reshape(-1))
     return held.view(cache.layout), jnp.concatenate(found), jnp.concatenate(all_slots)

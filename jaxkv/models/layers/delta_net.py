@@ -83,8 +83,7 @@ def delta_net(
     for sub_batch, *arrays in zip(batch.sub_batches, *map(batch.divided, new), strict=True):
         count = arrays[0].sum(axis=1, dtype=jnp.int32)
         before, after = sub_batch.seq_lens - count - 1, jnp.where(count > 0, sub_batch.seq_lens, 0) - 1
-        sizes = {"block_size": states.layout.block_size}
-        before, after = (slots_for(sub_batch.tables[STATE], last // tokens, **sizes) for last in (before, after))
+        before, after = (slots_for(sub_batch.tables[STATE], last // tokens, states) for last in (before, after))
         # XLA must not read the old states once more, after the new ones are stored: it would copy the cache before.
         states, state = lax.optimization_barrier((states, read_state(states, before, **options)))
         results.append((after, *_advance(config, weights, state, count, *arrays)))

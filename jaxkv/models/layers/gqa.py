@@ -81,7 +81,7 @@ def attention(
     held, table, place = _group_of(model, config, cache, layer, windowed=windowed)
     options: dict[str, Any] = {"layer": place, "implementation": model.implementation, **model.entry_scales(layer)}
     k, v = (new.reshape(len(batch.slots), -1, config.head_dim) for new in (k, v))
-    held = write_kv(held, k, v, batch.slots_of(table, held.layout.block_size), **options)
+    held = write_kv(held, k, v, batch.slots_of(table, held), **options)
     options |= {"scale": config.head_dim**-0.5, "sinks": weights.get("sinks")}
     if windowed:
         options["window"] = config.window

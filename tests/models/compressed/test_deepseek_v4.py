@@ -18,6 +18,7 @@ from jaxkv.models import cache_groups
 from jaxkv.models.batch import Batch
 from jaxkv.models.layers.compressed import Compressor, new_entries
 from jaxkv.models.layers.rope import frequencies
+from jaxkv_kernels.addressing import slots_for
 from models.test_families import changed, rejects
 from models.test_models import Requests
 from support import oracle
@@ -211,7 +212,7 @@ def tables_of(model, rows):
         name: np.asarray([[next(ids) for _ in range(-(-208 // table.block_size))]] * rows, np.int32)
         for name, table in model.layout(1, 16).tables.items()
     }
-    return tables, jaxkv.slots_for(tables[""], np.tile(np.arange(200), (rows, 1)), block_size=16)
+    return tables, slots_for(tables[""], np.tile(np.arange(200), (rows, 1)), block_size=16)
 
 
 class TestConfiguration:

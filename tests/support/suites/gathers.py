@@ -156,7 +156,7 @@ class Gathers(GatherChecks):
         cu_seq_lens = on_device([0, 100, 130], jnp.int32)
         rng = np.random.default_rng(0)
         kv_c, k_pe = (on_device(rng.standard_normal((130, n)), jnp.bfloat16) for n in entry.sizes)
-        slots = jaxkv.ragged_slots(tables, cu_seq_lens, total=130, block_size=64)
+        slots = jaxkv.ragged_slots(tables, cu_seq_lens, layout, total=130)
         cache = self.run(jaxkv.write_mla, jaxkv.KVCache.zeros(layout), kv_c, k_pe, slots, layer=2)
         found = self.run(jaxkv.gather_mla, cache, tables, cu_seq_lens, layer=2, total=130)
         assert_same_bits(found[0], kv_c)

@@ -69,7 +69,7 @@ class HotRowsChecks:
 
     def assert_same_entries(self, hot, slots, full, tables, positions, layer):
         """The rows at `slots` have the bytes of the tokens, and are -1 for masked ones."""
-        of_tokens = jaxkv.slots_for(tables, on_device(positions, jnp.int32), block_size=BLOCK)
+        of_tokens = jaxkv.slots_for(tables, on_device(positions, jnp.int32), full)
         assert_same_bits(np.asarray(slots) < 0, np.asarray(of_tokens) < 0)
         assert_same_bits(_bytes(hot.cache, slots, layer), _bytes(full, of_tokens, layer))
 
@@ -114,7 +114,7 @@ class HotRows(HotRowsChecks):
             positions = np.stack([rng.permutation(TOKENS)[None, :20] for _ in range(REQUESTS)])
             hot, slots = self.fetch(hot, positions, tables, 1)
             self.assert_same_entries(hot, slots, full, tables, positions, 1)
-            of_tokens = jaxkv.slots_for(tables, on_device(positions, jnp.int32), block_size=BLOCK)
+            of_tokens = jaxkv.slots_for(tables, on_device(positions, jnp.int32), full)
             attend = jax.jit(
                 lambda cache, slots: jaxkv.decode_mla_sparse(
                     q_latent, q_pe, cache, slots, layer=1, scale=0.1, return_lse=True, implementation="xla"
@@ -147,7 +147,7 @@ class HotRows(HotRowsChecks):
             positions = np.asarray([[step, 100], [-1, 50 + step], [TOKENS - 1, TOKENS]], np.int32)
             values = [on_device(rng.standard_normal((6, n)), jnp.bfloat16) for n in entry.sizes]
             hot = self.write(hot, values, positions, tables, jnp.int32(1))
-            slots = jaxkv.slots_for(tables, jnp.asarray(positions), block_size=BLOCK).reshape(-1)
+            slots = jaxkv.slots_for(tables, jnp.asarray(positions), full).reshape(-1)
             full = jaxkv.write_mla(full, *values, slots, layer=1)
             jax.block_until_ready(hot)
             assert_same_bits(host.blocks.reshape(-1), full.buffer)

@@ -76,7 +76,7 @@ class LargeCaches(Suite):
         # Beside the ends, where elements 2**31 and 2**32 lie, in either order.
         blocks = on_device([0, 18_254, 18_255, 19_418, 19_419, 36_511, 36_512, 38_836, 38_837, 39_999], jnp.int32)
         tables, total = blocks[None], 64 * blocks.size
-        slots = jaxkv.slots_for(tables, jnp.arange(total)[None], block_size=64)[0]
+        slots = jaxkv.slots_for(tables, jnp.arange(total)[None], layout)[0]
         new = [part[:, 0] for part in new_tokens(MLA, 1, total)]
 
         def steps(implementation):

@@ -10,6 +10,7 @@ import pytest
 
 import jaxkv
 from jaxkv.testing.buffers import to_cache
+from jaxkv_kernels.addressing import slots_for
 from jaxkv_kernels.scores import CHUNK_TOKENS
 from support import scenes
 from support.arrays import as_float64, on_device
@@ -66,7 +67,7 @@ class IndexerChecks(Suite):
         logits = self.logits(q, weights, cache, scene, 1, 200)
         tables = on_device(scene.tables)
         positions = self.run(jaxkv.select_topk, logits, k)
-        right = jaxkv.positions_to_slots(positions, tables, block_size=64)
+        right = jaxkv.positions_to_slots(positions, tables, cache)
         found = jaxkv.select_slots(
             q, weights, cache, tables, on_device(scene.lengths, jnp.int32), k, layer=1, max_len=200,
             logits_bytes=chunk * 4 * len(scene.lengths) * max(200, weights.shape[2] * CHUNK_TOKENS),
@@ -245,7 +246,7 @@ class Indexer(IndexerChecks):
         tables[2, 0] = -1
         tables[0, 0] = 2**31 - 1
         positions = self.run(jaxkv.select_topk, on_device(logits), k)
-        right = jaxkv.positions_to_slots(positions, on_device(tables), block_size=block_size)
+        right = slots_for(on_device(tables), positions, block_size=block_size)
         options = {"block_tables": on_device(tables), "block_size": block_size}
         assert_same_bits(self.run(jaxkv.select_topk, on_device(logits), k, **options), right)
 
@@ -289,7 +290,7 @@ class Indexer(IndexerChecks):
         packed = jaxkv.PackedLayout(num_blocks=8, block_size=64, groups=groups)
         rng = np.random.default_rng(0)
         tables, length, k = on_device([[5, 0, 3]], jnp.int32), 150, 16
-        slots = jaxkv.slots_for(tables, jnp.arange(length)[None], block_size=64)[0]
+        slots = jaxkv.slots_for(tables, jnp.arange(length)[None], packed["main"])[0]
         latent, rope, key = (
             on_device(rng.standard_normal((length, n)), ml_dtypes.bfloat16) for n in (*main.sizes, *entry.sizes)
         )
@@ -300,7 +301,7 @@ class Indexer(IndexerChecks):
             jaxkv.indexer_logits, q, jnp.ones((1, 1, 2)), cache, tables, on_device([length]), layer=1, max_len=192
         )
         positions = self.run(jaxkv.select_topk, logits, k)
-        chosen = jaxkv.positions_to_slots(positions, tables, block_size=64)
+        chosen = jaxkv.positions_to_slots(positions, tables, cache)
         assert np.array_equal(np.sort(chosen[0, 0]), np.sort(slots[np.argsort(-logits[0, 0])[:k]]))
         q_latent, q_pe = (on_device(rng.standard_normal((1, 1, 4, n)), jnp.float32) for n in main.sizes)
         out = self.run(jaxkv.decode_mla_sparse, q_latent, q_pe, cache.view(packed["main"]), chosen, layer=1, scale=0.1)

@@ -154,7 +154,7 @@ class DecodeMLASparse(DecodeMLASparseChecks):
         positions = jnp.broadcast_to(
             jnp.where(jnp.arange(140) < lengths[:, None], jnp.arange(140), -1)[:, None], (2, 1, 140)
         )
-        slots = jaxkv.positions_to_slots(positions, tables, block_size=64)
+        slots = jaxkv.positions_to_slots(positions, tables, cache)
         out, lse = self.decode(q, cache, slots, 1, scene)
         dense = self.run(jaxkv.decode_mla, *q, cache, tables, lengths, layer=1, scale=SCALE, return_lse=True)
         assert_close(out, dense[0], roundings=64)
