@@ -45,7 +45,7 @@ class Group:
         where it was written last: its window is 1.
 
     Raises:
-      ValueError: `rate` or `window` is not a positive int, or `table` is not a string.
+      ValueError: `num_layers`, `num_heads`, `rate` or `window` is not a positive int, or `table` is not a string.
     """
 
     num_layers: int
@@ -56,7 +56,12 @@ class Group:
     window: int | None = None
 
     def __post_init__(self):
-        object.__setattr__(self, "rate", checked_int("rate", self.rate, "a positive int, tokens per entry", least=1))
+        for name, expected in (
+            ("num_layers", "a positive int"),
+            ("num_heads", "a positive int"),
+            ("rate", "a positive int, tokens per entry"),
+        ):
+            object.__setattr__(self, name, checked_int(name, getattr(self, name), expected, least=1))
         if self.window is not None:
             expected = "None, or a positive int, a number of tokens"
             object.__setattr__(self, "window", checked_int("window", self.window, expected, least=1))
@@ -135,7 +140,8 @@ class PackedLayout(Mapping[str, CacheLayout]):
             raise ValueError(f"`groups` is {groups!r}, empty: expected at least one Group")
         num_blocks = checked_int("num_blocks", num_blocks, "a positive int", least=1)
         natural = {group.entry.dtype for group in groups.values()}
-        dtype = checked_dtype(dtype or (natural.pop() if len(natural) == 1 else "uint8"))
+        default_dtype = natural.pop() if len(natural) == 1 else "uint8"
+        dtype = checked_dtype(dtype or default_dtype)
         alignment = checked_int("alignment", alignment, "a positive int", least=1)
         if alignment % dtype.itemsize:
             raise ValueError(
@@ -148,6 +154,13 @@ class PackedLayout(Mapping[str, CacheLayout]):
                 f"`shards` is {shards}: expected groups with one entry per token and no window, in one table without a "
                 "name, because only their tokens can be divided over devices"
             )
+        options = {
+            "order": (order, "BLNHC"),
+            "dtype": (str(dtype), str(default_dtype)),
+            "alignment": (alignment, ALIGNMENT),
+            "shards": (shards, UNDIVIDED),
+        }
+        self._options = {name: value for name, (value, default) in options.items() if value != default}
         self.tables = _tables(self.groups, block_size)
         """The tables by name, in the order of their first groups."""
         unit = alignment // dtype.itemsize
@@ -233,7 +246,8 @@ class PackedLayout(Mapping[str, CacheLayout]):
         sizes = {name: about.block_size for name, about in self.tables.items()}
         block_size = sizes if len(set(sizes.values())) > 1 else next(iter(sizes.values()))
         num_blocks = next(iter(self.values())).num_blocks
-        return f"PackedLayout(num_blocks={num_blocks}, block_size={block_size}, groups={self.groups})"
+        given = {"num_blocks": num_blocks, "block_size": block_size, "groups": self.groups, **self._options}
+        return f"PackedLayout({', '.join(f'{name}={value!r}' for name, value in given.items())})"
 
     def __str__(self):
         return table(self.describe())

@@ -23,6 +23,7 @@ GROUPS = {
     "local": jaxkv.Group(3, LATENT, table="window", window=10),
     "state": jaxkv.Group(4, STATE, rate=16, table="state", window=1),
 }
+PLAIN = {"latent": jaxkv.Group(3, LATENT), "kv": jaxkv.Group(2, jaxkv.KVEntry("int8", head_dim=8), num_heads=2)}
 SIZES = {"": 32, "window": 8, "state": 16}
 
 
@@ -60,14 +61,38 @@ def test_tables():
     assert all(group.blocks_are_runs for group in layout.values())
 
 
-@pytest.mark.parametrize("changes", [{}, {"groups": {"keys": GROUPS["keys"]}, "block_size": 4}], ids=["tables", "one"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"groups": {"keys": GROUPS["keys"]}, "block_size": 4},
+        *({"groups": PLAIN, "block_size": 4, "order": order} for order in ("BLNHC", "BLHNC", "BHLNC")),
+        {"dtype": "uint8"},
+        {"groups": {"latent": GROUPS["latent"]}, "block_size": 4, "dtype": jnp.uint16},
+        {"groups": {"latent": GROUPS["latent"]}, "block_size": 4, "dtype": jnp.bfloat16},
+        {"alignment": 512},
+        {"num_blocks": np.int64(7), "alignment": np.int32(512)},
+        {"groups": PLAIN, "block_size": 4, "shards": jaxkv.TokenShards(2, interleave=4)},
+        {"groups": PLAIN, "block_size": 4, "shards": jaxkv.TokenShards(2), "order": "BHLNC", "dtype": "uint8"},
+    ],
+)
 def test_the_representation_is_one_line_that_makes_an_equal_layout(changes):
     layout = packed(**changes)
     assert "\n" not in repr(layout)
-    names = {name: getattr(jaxkv, name) for name in ("PackedLayout", "Group", "MLAEntry", "IndexerEntry", "StateEntry")}
-    again = eval(repr(layout), names)
+    again = eval(repr(layout), {name: getattr(jaxkv, name) for name in jaxkv.__all__})
     assert again == layout
     assert again.groups == layout.groups
+    assert repr(again) == repr(layout)
+
+
+def test_the_representation_has_what_is_not_default():
+    groups = {"latent": jaxkv.Group(np.int64(3), LATENT)}
+    shown = f"num_blocks=7, block_size=4, groups={{'latent': Group(num_layers=3, entry={LATENT!r})}}"
+    options = {"order": "BLNHC", "dtype": "bfloat16", "alignment": 128, "shards": jaxkv.TokenShards()}
+    assert repr(packed(groups, block_size=4, **options)) == f"PackedLayout({shown})"
+    options = {"order": "BHLNC", "dtype": "uint8", "alignment": 64, "shards": jaxkv.TokenShards(2)}
+    shown += ", order='BHLNC', dtype='uint8', alignment=64, shards=TokenShards(num_shards=2, interleave=1)"
+    assert repr(packed(groups, block_size=4, **options)) == f"PackedLayout({shown})"
 
 
 def test_the_representation_of_a_group_has_what_was_given():
@@ -186,6 +211,8 @@ def test_the_example_of_the_readme():
 ERRORS = {
     "rate of 0": (lambda: jaxkv.Group(1, LATENT, rate=0), "`rate` is 0: expected a positive int, tokens per entry"),
     "rate of a float": (lambda: jaxkv.Group(1, LATENT, rate=2.0), "`rate` is 2.0"),
+    "no layers": (lambda: jaxkv.Group(0, LATENT), "`num_layers` is 0: expected a positive int"),
+    "heads of a float": (lambda: jaxkv.Group(1, LATENT, num_heads=1.0), "`num_heads` is 1.0: expected a positive int"),
     "window of 0": (lambda: jaxkv.Group(1, LATENT, window=0), "`window` is 0: expected None, or a positive int"),
     "table of a number": (lambda: jaxkv.Group(1, LATENT, table=1), "`table` is 1: expected a string"),
     "block size and rate": (
