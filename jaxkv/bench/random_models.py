@@ -15,6 +15,7 @@ import jaxkv
 from jaxkv import models
 from jaxkv.models import Model, ModelConfig
 from jaxkv.models.parallel.base import Parallel
+from jaxkv.models.weights import fp8
 from jaxkv.terminal.files import when_and_how
 from jaxkv.terminal.formatting import counted
 from jaxkv.terminal.memory import nbytes, require_memory
@@ -25,11 +26,11 @@ def add_arguments(parser: argparse.ArgumentParser, *, weights: bool = True) -> N
     """Adds the options that choose the model and the format of its cache; without `weights`, none about these."""
     parser.add_argument("config", type=Path, help="config.json of a model, or its folder")
     add_entry_format(parser)
-    fp8 = "keep the weights in float8 that DeepSeek publishes so: as they are, or with products of float8 activations"
+    parser.set_defaults(fp8_weights="expand")
     if weights:
-        parser.add_argument("--fp8-weights", choices=("dequantise", "e4m3"), default="expand", help=fp8)
-    else:
-        parser.set_defaults(fp8_weights="expand")
+        uses = "weights that DeepSeek publishes in float8: dequantise keeps them in float8, e4m3 also rounds "
+        uses += "activations to float8 in their products, and expand, the default, has all in the dtype of the model"
+        parser.add_argument("--fp8-weights", choices=fp8.USES, help=uses)
     parser.add_argument("--implementation", choices=jaxkv.implementations(), help="default: the first that supports it")
 
 

@@ -109,6 +109,24 @@ def test_a_step_on_several_devices(family, parallel, options, capsys, tmp_path):
     assert (recorded["devices"], recorded["parallel"]) == (2, parallel)
 
 
+@pytest.mark.parametrize(
+    ("options", "dtype", "e4m3_products"),
+    [
+        ([], "float32", None),
+        (["--fp8-weights", "expand"], "float32", None),
+        (["--fp8-weights", "dequantise"], "float8_e4m3fn", False),
+        (["--fp8-weights", "e4m3"], "float8_e4m3fn", True),
+    ],
+)
+def test_the_use_of_weights_in_float8(options, dtype, e4m3_products):
+    parser = argparse.ArgumentParser()
+    random_models.add_arguments(parser)
+    args = parser.parse_args([str(MODELS / "deepseek_v3"), *options])
+    experts = random_models.described_model(args).params["layers"][-1]["mixture"]["experts"]["down"]
+    assert getattr(experts, "e4m3_products", None) == e4m3_products
+    assert jax.tree.leaves(experts)[0].dtype == dtype
+
+
 @pytest.mark.ci
 def test_weights_in_float8(capsys):
     options = ["--requests", "1", "--tokens", "8", "--fp8-weights", "dequantise"]

@@ -149,6 +149,17 @@ def test_numbers_are_bounded_by_the_shared_types(command):
     assert not [option.option_strings for option in options(command) if option.type is int]
 
 
+@pytest.mark.parametrize("command", MODULES)
+def test_defaults_are_among_the_choices(command):
+    parser = argparse.ArgumentParser()
+    MODULES[command].add_arguments(parser)
+    for action in parser._actions:
+        default = parser.get_default(action.dest)
+        if action.choices is not None and default is not None:
+            given = default if isinstance(default, list | tuple) else [default]
+            assert {*given} <= {*action.choices}, action.option_strings
+
+
 @pytest.mark.parametrize(("terminal", "installed"), [(True, True), (True, False), (False, True)])
 def test_progress_is_shown_on_a_terminal_if_tqdm_is_installed(terminal, installed, monkeypatch, capsys):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
