@@ -16,6 +16,7 @@ from jaxkv.bench import ops, timing
 from jaxkv.cli import BENCHMARKS, COMMANDS, demo, layout, main
 from jaxkv.terminal import files, memory, progress, streams
 from jaxkv.terminal.options import output_file
+from jaxkv.terminal.parser import Parser
 from jaxkv.testing import equivalence
 from jaxkv.testing.equivalence import Outcome
 from support.cases import further, slow
@@ -134,6 +135,13 @@ def test_every_command_explains_its_options(command, capsys):
         main([*command.split(), "--help"])
     assert stopped.value.code == 0
     assert capsys.readouterr().out.startswith(f"usage: jaxkv {command} ")
+
+
+@pytest.mark.parametrize("command", MODULES)
+def test_a_command_is_summarised_by_the_first_line_of_its_docstring(command):
+    *bench, name = command.split()
+    commands = Parser().add_commands("COMMAND", BENCHMARKS if bench else COMMANDS)
+    assert commands.choices[name].description == MODULES[command].__doc__.splitlines()[0]
 
 
 @pytest.mark.parametrize("load", ["0", "-1", "1e-300", "1e308", "5e-324", "nan", "inf", "much"])
