@@ -38,7 +38,7 @@ import jax
 import numpy as np
 
 from jaxkv.bench import random_models, step
-from jaxkv.bench.serve import Lengths, TokenTimes, percentiles, poisson
+from jaxkv.bench.requests import Lengths, TokenTimes, percentiles, poisson
 from jaxkv.offload import HostPool
 from jaxkv.serving import Engine, HostTime
 

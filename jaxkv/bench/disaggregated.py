@@ -33,7 +33,7 @@ from jaxkv import offload
 from jaxkv.bench import random_models
 from jaxkv.bench.ends import TRANSPORTS
 from jaxkv.bench.peers import Peer, share_memory
-from jaxkv.bench.serve import TokenTimes, percentiles
+from jaxkv.bench.requests import TokenTimes, percentiles
 from jaxkv.bench.soak import ROUNDINGS
 from jaxkv.models import ModelConfig
 from jaxkv.models.parallel.base import OneDevice

@@ -6,7 +6,8 @@ what the rates of prefill and decode allow.  Finally, requests arrive at random 
 rate at which saturation serves them.  Of the mean step at each load, the part is shown in which the host is busy.  If
 that is nearly all of it, the device waits for the host.
 
-With --soak, nothing is timed: requests come and are cancelled at random, and their tokens are compared.
+With --soak, nothing is timed: requests come and are cancelled at random, and their tokens are compared.  With --url and
+--http, clients send requests in a closed loop, to a server that runs, or to one that is compared with its engine.
 """
 
 import argparse
@@ -14,14 +15,17 @@ import math
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 
-from jaxkv.bench import random_models, step
+from jaxkv.bench import closed_loop, random_models, requests, step
+from jaxkv.bench.peers import share_memory
+from jaxkv.bench.requests import Lengths, TokenTimes, lengths_of, percentiles, poisson, random_prompts
 from jaxkv.bench.soak import compare, soak
 from jaxkv.models import Model
 from jaxkv.serving import Engine, HostTime, Request
@@ -41,72 +45,8 @@ ROOM, SOAK_ROOM = 1.5, 0.6
 """The default number of blocks, relative to those of as many requests of mean length as run at once.  For `--soak` they
 are too few, so that requests are preempted."""
 
-SPREAD = 0.7
-"""The standard deviation of the logarithm of drawn lengths: their 95th percentile is 2.5 times their mean."""
-LONGEST = 4
-"""Drawn lengths are at most this many times their mean."""
 PREFILL_TOKENS = 8192
 """Tokens of the prefill that is timed, which are enough for its best rate."""
-PERCENTILES = {"median": 50, "p99": 99}
-
-
-class Lengths(NamedTuple):
-    """Lengths of requests in tokens."""
-
-    prompts: np.ndarray
-    """int [N]."""
-    outputs: np.ndarray
-    """int [N]."""
-
-    @classmethod
-    def drawn(cls, count: int, prompt: int, output: int, *, seed: int = 0) -> "Lengths":
-        """Log-normal lengths of `count` requests with the given means, as observed in conversations."""
-        rng = np.random.default_rng(seed)
-
-        def draw(mean: int) -> np.ndarray:
-            values = np.minimum(rng.lognormal(-(SPREAD**2) / 2, SPREAD, count), LONGEST)
-            return np.maximum(np.rint(values * (mean / values.mean())), 1).astype(int)
-
-        return cls(draw(prompt), draw(output))
-
-    @classmethod
-    def read(cls, path: Path, count: int) -> "Lengths":
-        """Lengths of `count` requests from a file, from the start again if it has fewer.
-
-        Raises:
-          ValueError: the file is empty or not UTF-8, or a line does not have two positive integers (prompt and output
-            tokens) below 2**31, separated by a comma or spaces.  The message names the file and the line.
-        """
-        try:
-            lines = path.read_text("utf-8").splitlines()
-        except UnicodeDecodeError:
-            raise ValueError(f"{path} is not UTF-8: expected a line of two numbers for each request") from None
-        pairs = []
-        for number, line in enumerate(lines, 1):
-            words = line.replace(",", " ").split()
-            # Ten digits at most: Python does not convert thousands of them.
-            known = [word.isdecimal() and len(word) <= 10 and 0 < int(word) < 2**31 for word in words]
-            if len(words) != 2 or not all(known):
-                raise ValueError(f"{path}, line {number}: {line!r} is not the prompt and output tokens of a request")
-            pairs.append([int(word) for word in words])
-        if not pairs:
-            raise ValueError(f"{path} is empty: expected a line with prompt and output tokens for each request")
-        return cls(*np.resize(np.asarray(pairs), (count, 2)).T)
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of a request."""
-        return int((self.prompts + self.outputs).max())
-
-    @property
-    def running(self) -> int:
-        """The mean number of cached tokens of running requests: those with more outputs run for longer."""
-        return int(np.average(self.prompts + self.outputs / 2, weights=self.outputs))
-
-
-def poisson(count: int, rate: float, *, seed: int = 0) -> np.ndarray:
-    """Times in seconds of `count` arrivals, `rate` per second on average."""
-    return np.cumsum(np.random.default_rng(seed).exponential(1 / rate, count))
 
 
 @dataclass(frozen=True)
@@ -165,33 +105,6 @@ class Alone:
 
 
 @dataclass(frozen=True)
-class TokenTimes:
-    """When requests arrived and got their tokens.  Times are in seconds since the start."""
-
-    arrivals: np.ndarray
-    """[N]."""
-    tokens: list[list[float]]
-    """The time of each token of each request."""
-
-    def throughput(self, start: float, end: float) -> float:
-        """Output tokens per second between two times; 0 if the second is not later."""
-        if end <= start:
-            return 0.0
-        times = np.concatenate([np.asarray(times) for times in self.tokens])
-        return float(((start < times) & (times <= end)).sum() / (end - start))
-
-    @property
-    def first(self) -> np.ndarray:
-        """Seconds from each request's arrival to its first token."""
-        return np.asarray([times[0] for times in self.tokens]) - self.arrivals
-
-    @property
-    def between(self) -> np.ndarray:
-        """Seconds between consecutive tokens of a request, of all requests."""
-        return np.concatenate([np.diff(times) for times in self.tokens])
-
-
-@dataclass(frozen=True)
 class Served(TokenTimes):
     """How requests were served."""
 
@@ -201,18 +114,12 @@ class Served(TokenTimes):
     """The time of the engine's steps."""
 
 
-def percentiles(seconds: np.ndarray) -> dict[str, float]:
-    """Percentiles in milliseconds."""
-    return {name: 1e3 * float(np.percentile(seconds, q)) if seconds.size else 0.0 for name, q in PERCENTILES.items()}
-
-
 def serve(engine: Engine, lengths: Lengths, arrivals: np.ndarray, *, seed: int = 0) -> Served:
     """Submits a request at each of the arrival times, and steps the engine until all have ended.
 
     Prompts are random, so that they share no prefixes, and no token ends a request early.
     """
-    rng, vocabulary = np.random.default_rng(seed), engine.model.config.vocab_size
-    prompts = [rng.integers(0, vocabulary, count).tolist() for count in lengths.prompts]
+    prompts = random_prompts(lengths, engine.model.config.vocab_size, seed=seed)
     numbers: dict[Request, int] = {}
     tokens: list[list[float]] = [[] for _ in prompts]
     engine.host_time = HostTime()
@@ -251,59 +158,36 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     blocks = "blocks in the cache, usually of 64 tokens; by default enough for the requests that run at once"
     parser.add_argument("--blocks", type=positive, metavar="N", help=blocks)
-    many = "requests per load; default four times those that run at once"
+    many = "requests per load; default four times those that run at once, or four times the clients"
     parser.add_argument("--requests", type=count, metavar="N", help=many)
-    parser.add_argument("--prompt", type=positive, default=512, metavar="N", help="mean tokens of a prompt (512)")
-    parser.add_argument("--output", type=positive, default=256, metavar="N", help="mean tokens of an answer (256)")
-    lengths = "file with a line for each request: its prompt and output tokens; instead of drawn lengths"
-    parser.add_argument("--lengths", type=Path, metavar="FILE", help=lengths)
+    requests.add_arguments(parser)
     loads = "loads after saturation, as fractions of it (0.5 0.8)"
     parser.add_argument(
         "--loads", type=_between(LEAST_LOAD, MOST_LOAD), nargs="*", default=[0.5, 0.8], metavar="X", help=loads
     )
     soaked = "instead, submit and cancel requests for so long, at several times saturation, and compare their tokens"
     parser.add_argument("--soak", type=_between(LEAST_SECONDS, MOST_SECONDS), metavar="SECONDS", help=soaked)
+    closed_loop.add_arguments(parser)
     parser.add_argument("--json", type=output_file, metavar="FILE", help="also write device, versions, sizes and times")
 
 
 def run(args: argparse.Namespace) -> int:
     """Prints the rates of the model, and one line per load."""
-    lengths, described = _lengths(args), random_models.described_model(args)
-    block_size = described.usual_block_size
-    budget = args.max_num_batched_tokens or args.max_requests + 10 * args.chunk
-    if budget < args.max_requests + args.chunk:
-        raise ValueError(
-            f"--max-num-batched-tokens is {budget}: expected at least {args.max_requests + args.chunk}, for "
-            f"--max-requests {args.max_requests} and a --chunk of {args.chunk}"
-        )
-    tables = tables_of(described.layout(1), block_size)
-
-    def held(tokens: float) -> int:
-        """The most blocks of a request of `tokens` tokens."""
-        return sum(table.most_held(math.ceil(tokens), budget) for table in tables)
-
-    mean = float(np.mean(lengths.prompts + lengths.outputs))
-    sizes: dict[str, Any] = {
-        "max_requests": args.max_requests,
-        "chunk": args.chunk,
-        "max_num_batched_tokens": budget,
-        "max_time_between_tokens": args.max_time_between_tokens,
-    }
-    room = ROOM if args.soak is None else SOAK_ROOM
-    num_blocks = args.blocks or args.max_requests * held(room * mean + block_size)
-    num_blocks = max(num_blocks, held(lengths.longest))
-    needed = random_models.Needed(
-        num_blocks,
-        rows=args.max_requests + budget // args.chunk,
-        tokens=budget,
-        other_blocks=0 if args.soak else Alone.num_blocks(described, lengths, args.max_requests),
-    )
+    _reject_unused(args)
+    if args.url:
+        return closed_loop.load(args)
+    if args.http:
+        return _http(args)
+    lengths = _lengths(args)
+    described, sizes, needed = _sized(args, lengths)
+    if not args.soak:
+        needed = replace(needed, other_blocks=Alone.num_blocks(described, lengths, args.max_requests))
     model = random_models.random_model(args, described, needed)
     print(_about(model, lengths))
     if args.soak:
-        return _soak(args, model, lengths, num_blocks, sizes)
+        return _soak(args, model, lengths, sizes)
     alone = Alone(model, lengths, args.max_requests)
-    engine = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
+    engine = Engine(model, **sizes)
     notice("compiling")
     with ThreadPoolExecutor() as threads:
         list(threads.map(lambda compile: compile(), (engine.warm_up, alone.compile)))
@@ -316,7 +200,7 @@ def run(args: argparse.Namespace) -> int:
     count = len(lengths.prompts)
     about: dict[str, Any] = {
         **random_models.described(args, model),
-        "engine": {"num_blocks": num_blocks, **sizes},
+        "engine": sizes,
         "programs": [{**shape._asdict(), "temporary_bytes": nbytes} for shape, nbytes in sorted(temporaries.items())],
         "requests": {
             "count": count,
@@ -359,12 +243,77 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _soak(args: argparse.Namespace, model: Model, lengths: Lengths, num_blocks: int, sizes: dict[str, Any]) -> int:
+OF_URL = ("config", "url", "clients", "requests", "prompt", "output", "lengths", "json")
+"""The options that have an effect with --url."""
+
+
+def _reject_unused(args: argparse.Namespace) -> None:
+    """Raises a ValueError if an option is given that has no effect beside --url, --http, or without both."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    defaults = vars(parser.parse_args(["config"]))
+    if args.url:
+        beside, unused = "with --url", defaults.keys() - OF_URL
+    elif args.http:
+        beside, unused = "with --http", {"loads", "soak"}
+    else:
+        beside, unused = "without --url or --http", {"clients"}
+    for name in sorted(unused):
+        if getattr(args, name) != defaults[name]:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect {beside}: leave it out")
+
+
+def _http(args: argparse.Namespace) -> int:
+    """Compares an engine with a server, whose engine has the same sizes."""
+    share_memory()  # with the processes that have the engines
+    loads = closed_loop.loads_of(args)
+    _, sizes, needed = _sized(args, Lengths(*map(np.concatenate, zip(*loads.values(), strict=True))))
+    return closed_loop.compare(args, loads, partial(_make_engine, args, sizes, needed), sizes)
+
+
+def _make_engine(args: argparse.Namespace, sizes: dict[str, Any], needed: random_models.Needed) -> Engine:
+    """An engine that is ready to serve."""
+    engine = Engine(random_models.random_model(args, random_models.described_model(args), needed), **sizes)
+    engine.warm_up()
+    return engine
+
+
+def _sized(args: argparse.Namespace, lengths: Lengths) -> tuple[Model, dict[str, Any], random_models.Needed]:
+    """The described model, the sizes of its engine, and what that needs beside the weights."""
+    described = random_models.described_model(args)
+    block_size = described.usual_block_size
+    budget = args.max_num_batched_tokens or args.max_requests + 10 * args.chunk
+    if budget < args.max_requests + args.chunk:
+        raise ValueError(
+            f"--max-num-batched-tokens is {budget}: expected at least {args.max_requests + args.chunk}, for "
+            f"--max-requests {args.max_requests} and a --chunk of {args.chunk}"
+        )
+    tables = tables_of(described.layout(1), block_size)
+
+    def held(tokens: float) -> int:
+        """The most blocks of a request of `tokens` tokens."""
+        return sum(table.most_held(math.ceil(tokens), budget) for table in tables)
+
+    mean = float(np.mean(lengths.prompts + lengths.outputs))
+    sizes: dict[str, Any] = {
+        "max_requests": args.max_requests,
+        "chunk": args.chunk,
+        "max_num_batched_tokens": budget,
+        "max_time_between_tokens": args.max_time_between_tokens,
+    }
+    room = ROOM if args.soak is None else SOAK_ROOM
+    num_blocks = args.blocks or args.max_requests * held(room * mean + block_size)
+    num_blocks = max(num_blocks, held(lengths.longest))
+    needed = random_models.Needed(num_blocks, rows=args.max_requests + budget // args.chunk, tokens=budget)
+    return described, {"num_blocks": num_blocks, "max_len": lengths.longest, **sizes}, needed
+
+
+def _soak(args: argparse.Namespace, model: Model, lengths: Lengths, sizes: dict[str, Any]) -> int:
     """Prints and records how the requests of `--soak` ended; returns 1 if something is wrong."""
 
     def engine() -> Engine:
         notice("compiling")
-        made = Engine(model, num_blocks=num_blocks, max_len=lengths.longest, **sizes)
+        made = Engine(model, **sizes)
         made.warm_up()
         return made
 
@@ -375,7 +324,7 @@ def _soak(args: argparse.Namespace, model: Model, lengths: Lengths, num_blocks: 
     summary = {**soaked.summary(), "held_blocks": held, "found_tokens": stats.prefix.found, **_times(stats.host_time)}
     about = {
         **random_models.described(args, model),
-        "engine": {"num_blocks": num_blocks, **sizes},
+        "engine": sizes,
         "soak": summary,
     }
     _record(args.json, about)
@@ -424,9 +373,7 @@ def _lengths(args: argparse.Namespace) -> Lengths:
         raise ValueError(
             f"--requests is {count}: expected more than --max-requests {args.max_requests}, so that some wait"
         )
-    if args.lengths:
-        return Lengths.read(args.lengths, count)
-    return Lengths.drawn(count, args.prompt, args.output)
+    return lengths_of(args, count)
 
 
 def _about(model: Model, lengths: Lengths) -> str:

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxkv.bench import serve, step
-from jaxkv.bench.serve import Lengths, Rates, Served
+from jaxkv.bench import requests, serve, step
+from jaxkv.bench.requests import Lengths
+from jaxkv.bench.serve import Rates, Served
 from jaxkv.cli import main
 from jaxkv.serving import HostTime
 from serving.toy_engines import engine
@@ -23,7 +24,7 @@ def test_drawn_lengths_have_their_means_and_an_end():
     for values, mean in zip(lengths, (512, 256), strict=True):
         assert abs(values.mean() - mean) < 1
         assert values.min() >= 1
-        assert values.max() < 1.1 * serve.LONGEST * mean
+        assert values.max() < 1.1 * requests.LONGEST * mean
         assert 0.5 * mean < values.std() < 0.8 * mean
     assert np.abs(np.corrcoef(*lengths)[0, 1]) < 0.05
     assert lengths.longest == (lengths.prompts + lengths.outputs).max()
@@ -52,7 +53,7 @@ def test_lengths_are_read_from_a_file(tmp_path):
 
 
 def test_arrivals_are_a_poisson_process():
-    between = np.diff(serve.poisson(20000, 4.0))
+    between = np.diff(requests.poisson(20000, 4.0))
     assert abs(between.mean() - 0.25) < 0.01
     assert abs(between.std() - 0.25) < 0.01
 
@@ -70,8 +71,8 @@ def test_what_is_counted():
     assert (served.host.step_ms, served.host.busy_ms) == (750, 250)
     assert served.first.tolist() == [0.5, 2.0]
     assert served.between.tolist() == [0.25, 0.75]
-    assert serve.percentiles(served.between)["median"] == 500
-    assert serve.percentiles(np.asarray([])) == {"median": 0.0, "p99": 0.0}
+    assert requests.percentiles(served.between)["median"] == 500
+    assert requests.percentiles(np.asarray([])) == {"median": 0.0, "p99": 0.0}
 
 
 def test_requests_arrive_and_are_served(monkeypatch):
