@@ -34,6 +34,8 @@ from jaxkv.text.tokenizer import FILE
 CLIENTS = (64, 256)
 PER_CLIENT = 4
 """Requests of each client, on average."""
+FIRST_OUTPUT = 8
+"""The most tokens that requests generate before those that count."""
 HEALTH_SECONDS = 0.2
 """Between two looks at whether a server is ready."""
 MODEL = "random"
@@ -59,8 +61,7 @@ def load(args: argparse.Namespace) -> int:
     """Loads a server; returns 1 if a request has failed."""
     loads, vocabulary = loads_of(args), ModelConfig.read(args.config).vocab_size
     model = model_name(args.url)
-    about = {**when_and_how(args.argv), "server": {"url": args.url, "model": model}, "loads": []}
-    print(HEAD)
+    about: dict[str, Any] = {**when_and_how(args.argv), "server": {"url": args.url, "model": model}, "loads": []}
     seed = secrets.randbits(32)  # the server may still have the prefixes of an earlier run
     served = _through_http(args.url, model, max(loads), _batches(loads, vocabulary, seed))
     return _record(args.json, about, "server", served)
@@ -80,23 +81,25 @@ def compare(
     folder = args.config if args.config.is_dir() else args.config.parent
     if not (folder / FILE).is_file():
         raise ValueError(f"--http: {folder} has no {FILE}, which the server needs")
-    vocabulary, about = (
-        ModelConfig.read(args.config).vocab_size,
-        {**when_and_how(args.argv), "engine": sizes, "loads": []},
-    )
+    vocabulary = ModelConfig.read(args.config).vocab_size
+    about: dict[str, Any] = {**when_and_how(args.argv), "engine": sizes, "loads": []}
     notice("making the engine")
     with Peer(None, _Alone, make_engine) as peer:
         about |= peer.call("about")
-        print(HEAD)
         _record(args.json, about, "engine", (peer.call("serve", batch) for batch in _batches(loads, vocabulary)))
     # That process has ended, and the memory of its GPU is free again.
     with _server(make_engine, folder, max(loads)) as url:
         served = _through_http(url, MODEL, max(loads), _batches(loads, vocabulary))
         failed = _record(args.json, about, "http", served)
-    rates = {(found["served_by"], found["clients"]): found["saturated"] for found in about["loads"]}
-    about["ratio"] = {clients: rates["http", clients] / rates["engine", clients] for clients in loads}
-    for clients, ratio in about["ratio"].items():
-        print(f"with {clients} clients, the server has {ratio:.1%} of the saturated tokens/s of the engine alone")
+    about["ratio"] = {}
+    for alone, server in zip(about["loads"][: len(loads)], about["loads"][len(loads) :], strict=True):
+        names = ("output_tokens_per_s", "saturated")
+        ratio = {name: server[name] / alone[name] if alone[name] else 0.0 for name in names}
+        about["ratio"][alone["clients"]] = ratio
+        print(
+            f"with {alone['clients']} clients, the server has {ratio['output_tokens_per_s']:.1%} of the tokens/s of "
+            f"the engine alone, and {ratio['saturated']:.1%} while all are busy"
+        )
     if args.json:
         write_json(args.json, about)
     return failed
@@ -126,9 +129,9 @@ class Batch(NamedTuple):
 
 
 def _batches(loads: Mapping[int, Lengths], vocabulary: int, seed: int = 0) -> Iterator[Batch]:
-    """The requests of each load, and before them one of each client, which is not counted."""
+    """The requests of each load, and before them a short one of each client, which is not counted."""
     clients, lengths = next(iter(loads.items()))
-    first = Lengths(lengths.prompts[:clients], lengths.outputs[:clients])
+    first = Lengths(lengths.prompts[:clients], np.minimum(lengths.outputs[:clients], FIRST_OUTPUT))
     for number, (count, each) in enumerate([(clients, first), *loads.items()]):
         yield Batch(count, random_prompts(each, vocabulary, seed=(seed, number)), each.outputs.tolist())
 
@@ -155,7 +158,7 @@ class Served:
             return float(counts[(start < arrived) & (arrived <= end)].sum() / (end - start)) if end > start else 0.0
 
         ends = sorted(each.times[-1] for each in good)
-        begun = ends[self.clients - 1] if len(ends) >= self.clients else ends[-1]
+        begun = ends[min(self.clients, len(ends)) - 1]
         return {
             "clients": self.clients,
             "requests": len(self.answered),
@@ -267,6 +270,8 @@ def _record(file: Path | None, about: dict[str, Any], served_by: str, served: It
     failed = 0
     next(served).summary()  # raises an error if there are errors alone
     for each in served:
+        if not about["loads"]:
+            print(HEAD)
         found = {"served_by": served_by, **each.summary()}
         about["loads"].append(found)
         print(_line(found))

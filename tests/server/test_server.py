@@ -8,6 +8,7 @@ import httpx
 import openai
 import pytest
 
+from jaxkv.bench.requests import Lengths
 from jaxkv.cli import main
 from server.checkpoint import FAMILY, VOCABULARY, text_of
 from server.conftest import GREEDY, KEY, serving, wait_until_idle
@@ -247,3 +248,65 @@ def test_sigterm_lets_requests_end(folder):
         assert events.pop() == "[DONE]"
         assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == text_of(tokens)
         assert server.process.wait(timeout=60) == 0
+
+
+def test_clients_load_the_server(served, folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAXKV_API_KEY", KEY)
+    file = tmp_path / "found.json"
+    lengths = ["--prompt", "20", "--output", "12", "--json", str(file)]
+    assert main(["bench", "serve", str(folder), "--url", served.url, "--clients", "2", "5", *lengths]) == 0
+    printed, found = capsys.readouterr().out.splitlines(), json.loads(file.read_text())
+    assert found["server"] == {"url": served.url, "model": "tiny"}
+    for line, load, clients in zip(printed[1:], found["loads"], (2, 5), strict=True):
+        assert line.split()[:2] == [str(clients), "server"]
+        assert (load["clients"], load["requests"], load["errors"]) == (clients, 4 * clients, 0)
+        assert load["output_tokens"] == Lengths.drawn(4 * clients, 20, 12).outputs.sum()
+        assert load["output_tokens"] / 2 < load["chunks"] <= load["output_tokens"]
+        assert 0 < load["first_token_ms"]["median"] <= load["first_token_ms"]["p99"]
+        assert load["output_tokens_per_s"] > 0
+    wait_until_idle(served)
+
+
+def test_requests_that_the_server_refuses_are_counted(served, folder, capsys, monkeypatch):
+    monkeypatch.setenv("JAXKV_API_KEY", KEY)
+    lengths = folder / "lengths"
+    lengths.write_text("5 4\n5 4\n5 100000\n")
+    options = ["--clients", "2", "--requests", "6", "--lengths", str(lengths)]
+    assert main(["bench", "serve", str(folder), "--url", served.url, *options]) == 1
+    assert "2 of 6 requests failed, the first because the server answers with the status 400" in capsys.readouterr().err
+    monkeypatch.setenv("JAXKV_API_KEY", "wrong")
+    with pytest.raises(SystemExit, match="/v1/models answers with the status 401: expected the API key"):
+        main(["bench", "serve", str(folder), "--url", served.url])
+
+
+@pytest.mark.slow  # compiles the programs of two engines
+def test_the_server_is_compared_with_its_engine(folder, tmp_path, capsys):
+    file = tmp_path / "found.json"
+    sizes = [
+        "--max-requests",
+        "2",
+        "--chunk",
+        "16",
+        "--max-num-batched-tokens",
+        "18",
+        "--prompt",
+        "12",
+        "--output",
+        "9",
+    ]
+    assert main(["bench", "serve", str(folder), "--http", "--clients", "2", "3", *sizes, "--json", str(file)]) == 0
+    found, printed = json.loads(file.read_text()), capsys.readouterr().out
+    assert [(load["served_by"], load["clients"]) for load in found["loads"]] == [
+        ("engine", 2),
+        ("engine", 3),
+        ("http", 2),
+        ("http", 3),
+    ]
+    engine, http = found["loads"][:2], found["loads"][2:]
+    for alone, server in zip(engine, http, strict=True):
+        assert alone["errors"] == server["errors"] == 0
+        assert alone["output_tokens"] == server["output_tokens"] == alone["chunks"]
+        ratio = found["ratio"][str(alone["clients"])]["output_tokens_per_s"]
+        assert ratio == server["output_tokens_per_s"] / alone["output_tokens_per_s"]
+        assert f"with {alone['clients']} clients, the server has {ratio:.1%} of the tokens/s of" in printed
+    assert found["engine"]["max_requests"] == 2
