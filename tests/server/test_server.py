@@ -279,8 +279,8 @@ def test_requests_that_the_server_refuses_are_counted(served, folder, capsys, mo
         main(["bench", "serve", str(folder), "--url", served.url])
 
 
-@pytest.mark.slow  # compiles the programs of two engines
-def test_the_server_is_compared_with_its_engine(folder, tmp_path, capsys):
+def test_the_server_is_compared_with_its_engine(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))  # which both engines share
     file = tmp_path / "found.json"
     sizes = [
         "--max-requests",
