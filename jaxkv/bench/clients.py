@@ -92,7 +92,7 @@ class Clients:
         """Sends completions by `count` clients, each of which sends the next one when its last one has ended."""
         peers = self._peers[:count]
         for peer in self._peers:
-            peer.call("ready")
+            peer.call("ready")  # so that all begin at the same time
         shares = [
             peer.begin("closed_loop", bodies[number :: len(peers)], len(range(number, count, len(peers))))
             for number, peer in enumerate(peers)

@@ -27,11 +27,11 @@ from jaxkv.bench.requests import Lengths, TokenTimes, lengths_of, percentiles, r
 from jaxkv.models import ModelConfig
 from jaxkv.serving import Engine, Request
 from jaxkv.terminal.files import when_and_how, write_json
-from jaxkv.terminal.options import positive
+from jaxkv.terminal.options import integer
 from jaxkv.terminal.streams import notice
 from jaxkv.text.tokenizer import FILE
 
-CLIENTS = (64, 256)
+CLIENTS, MOST_CLIENTS = (64, 256), 4096
 PER_CLIENT = 4
 """Requests of each client, on average."""
 FIRST_OUTPUT = 8
@@ -54,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "instead, compare an engine with the HTTP server in front of it; the folder of CONFIG must have a " + FILE
     either.add_argument("--http", action="store_true", help=text)
     text = "clients of --url and --http, each of which sends its next request when its last one has ended (64 256)"
-    parser.add_argument("--clients", type=positive, nargs="+", default=list(CLIENTS), metavar="N", help=text)
+    parser.add_argument(
+        "--clients", type=integer(1, MOST_CLIENTS), nargs="+", default=list(CLIENTS), metavar="N", help=text
+    )
 
 
 def load(args: argparse.Namespace) -> int:
@@ -86,11 +88,12 @@ def compare(
     notice("making the engine")
     with Peer(None, _Alone, make_engine) as peer:
         about |= peer.call("about")
-        _record(args.json, about, "engine", (peer.call("serve", batch) for batch in _batches(loads, vocabulary)))
+        calls = (peer.call("serve", batch) for batch in _batches(loads, vocabulary))
+        failed = _record(args.json, about, "engine", calls)
     # That process has ended, and the memory of its GPU is free again.
     with _server(make_engine, folder, max(loads)) as url:
         served = _through_http(url, MODEL, max(loads), _batches(loads, vocabulary))
-        failed = _record(args.json, about, "http", served)
+        failed |= _record(args.json, about, "http", served)
     about["ratio"] = {}
     for alone, server in zip(about["loads"][: len(loads)], about["loads"][len(loads) :], strict=True):
         names = ("output_tokens_per_s", "saturated")

@@ -45,6 +45,8 @@ ROOM, SOAK_ROOM = 1.5, 0.6
 """The default number of blocks, relative to those of as many requests of mean length as run at once.  For `--soak` they
 are too few, so that requests are preempted."""
 
+OF_URL = ("config", "url", "clients", "requests", "prompt", "output", "lengths", "json")
+"""The options that have an effect with --url."""
 PREFILL_TOKENS = 8192
 """Tokens of the prefill that is timed, which are enough for its best rate."""
 
@@ -241,10 +243,6 @@ def run(args: argparse.Namespace) -> int:
         _record(args.json, about)
         print(_line(about["loads"][-1]))
     return 0
-
-
-OF_URL = ("config", "url", "clients", "requests", "prompt", "output", "lengths", "json")
-"""The options that have an effect with --url."""
 
 
 def _reject_unused(args: argparse.Namespace) -> None:
