@@ -67,7 +67,7 @@ def run(command: list[str]) -> str:
 
 
 def mypy(cache: Path) -> list[Error]:
-    """Also reports errors in the modules of jaxkv that `import jaxkv` imports (pyproject.toml leaves out kernels)."""
+    """Also reports errors in modules that `import jaxkv` imports, but for those that pyproject.toml names."""
     lines = run(
         [sys.executable, "-m", "mypy", "--cache-dir", str(cache), "--output", "json", str(MISTAKES), str(USES)]
     ).splitlines()
