@@ -18,7 +18,6 @@ sys.path.append(str(ROOT / "tests"))
 from support import features  # noqa: E402
 
 READMES = (
-    ROOT / "README.md",
     ROOT / "kernels" / "jaxkv_kernels" / "formats" / "README.md",
     ROOT / "jaxkv" / "ops" / "README.md",
 )

@@ -23,9 +23,9 @@ ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
 
-def code_in(folder, start=""):
-    """The first Python block of a folder's README that begins with `start`."""
-    text = (ROOT / folder / "README.md").read_text()
+def code_in(folder, start="", page="README.md"):
+    """The first Python block of a folder's page that begins with `start`."""
+    text = (ROOT / folder / page).read_text()
     return next(code for code in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if code.startswith(start))
 
 
@@ -171,7 +171,7 @@ def flashinfer_merge_state(v_a, s_a, v_b, s_b):
 
 def test_results_of_flashinfer_and_jaxkv_are_merged():
     """Of requests with keys in both caches, in one of them, and in none."""
-    code = code_in("jaxkv/ops", "import math")
+    code = code_in("jaxkv/ops", page="coming_from.md")
     indptr, indices, last_page_len = np.asarray([0, 3, 4, 4, 4]), np.asarray([7, 0, 5, 2]), np.asarray([13, 8, 1, 1])
     own, others, scale = (45, 8, 0, 0), (30, 0, 7, 0), 0.3
     rng = np.random.default_rng(0)
@@ -212,7 +212,7 @@ def test_blocks_are_offloaded_and_loaded(tmp_path):
 
 
 CODE_TABLES = {
-    "README.md": ("matrix",),
+    "jaxkv/ops/README.md": ("matrix", "features"),
     "kernels/jaxkv_kernels/formats/README.md": ("formats", "accuracy", "queries", "mixed"),
 }
 
@@ -223,8 +223,8 @@ def test_tables_are_those_of_the_code(name, tmp_path):
 
 
 TABLES = {
-    "README.md": ("summary", "peers", "verdict"),
-    "notebooks/README.md": ("speed", "ceilings", "quantised", "models", "by_hand"),
+    "README.md": ("summary",),
+    "notebooks/README.md": ("peers", "verdict", "speed", "ceilings", "quantised", "models", "by_hand"),
     "jaxkv/models/README.md": ("steps", "concurrent_steps", "chain", "several_gpus"),
     "jaxkv/offload/README.md": ("hot_rows",),
     "jaxkv/serving/README.md": ("engines",),
