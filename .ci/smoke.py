@@ -1,15 +1,8 @@
-"""The installed wheel: its top-level names, and a write and a decode."""
-
-from importlib.metadata import distribution
+"""A write and a decode with the installed wheel."""
 
 import jax.numpy as jnp
 
 import jaxkv
-
-files = distribution("jaxkv").files or []
-names = {file.parts[0] for file in files if not file.parts[0].startswith("..") and "dist-info" not in file.parts[0]}
-assert names == {"jaxkv", "jaxkv_kernels"}, names
-assert any(file.name == "py.typed" for file in files)
 
 layout = jaxkv.CacheLayout(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16"))
 cache = jaxkv.KVCache.zeros(layout)
@@ -19,4 +12,4 @@ out = jaxkv.decode_mla(
 )
 assert out.shape == (1, 16, 512)
 assert float(out.min()) > 0
-print("wheel ok:", jaxkv.__version__, sorted(names))
+print("wheel ok:", jaxkv.__version__)
