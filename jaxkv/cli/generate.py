@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
     """Streams the continuations; returns 1 if one of them ended because its logits are NaN."""
     if not args.prompts:
         raise ValueError("no prompt: give --prompt or --ids")
+    if not Path(args.model).exists():
+        raise ValueError(f"--model {args.model}: there is no such folder; expected one with a checkpoint")
     encode, stream = _tokenizer(Path(args.model), chat=args.chat)
     if args.stops and not (Path(args.model) / FILE).is_file():
         raise ValueError(f"--stop {args.stops[0]!r}: {args.model} has no {FILE}, so that there is no text")

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
         from jaxkv.server.run import make_engine
         from jaxkv.server.run import run as serve
     except ImportError as error:
-        raise ImportError(f"jaxkv serve needs the package {error.name}: pip install 'jaxkv[serve]'") from None
+        raise ImportError(f"needs the package {error.name}: pip install 'jaxkv[serve]'") from None
     sizes = {name: getattr(args, name) for name in ("max_requests", "max_len", "max_num_batched_tokens")}
     options = {"dtype": args.dtype, "entry_format": args.entry_format}
     options["implementation"] = tuple(args.implementation) if args.implementation else None

@@ -484,6 +484,11 @@ def test_mistakes_are_reported_in_one_line(arguments, message):
         generate(*arguments)
 
 
+def test_a_folder_that_does_not_exist_is_reported(tmp_path):
+    with pytest.raises(SystemExit, match=r"^jaxkv generate: --model .*: there is no such folder"):
+        generate("--prompt", "Hi", model=tmp_path / "missing")
+
+
 def test_a_folder_without_a_checkpoint_is_reported(tmp_path):
     with pytest.raises(SystemExit, match=r"expected a folder with a config.json"):
         generate("--ids", "1", model=tmp_path)
