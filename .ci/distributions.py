@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NAME = f"{PROJECT['name']}-{PROJECT['version']}"
 INFORMATION = f"{NAME}.dist-info"
+FILES = f"{PROJECT['urls']['Repository']}/blob/v{PROJECT['version']}/"
 
 
 def compare(archive: str, found: set[str], expected: set[str]) -> list[str]:
@@ -35,9 +36,12 @@ def in_wheel(tracked: set[str]) -> set[str]:
     return {name for name in files if name.endswith(".py")} | typed | {f"{INFORMATION}/{name}" for name in metadata}
 
 
-def relative_links(description: str) -> list[str]:
-    """The targets of Markdown links that PyPI cannot resolve."""
-    return re.findall(r"\]\((?!https?://)([^)]*)\)", description)
+def wrong_links(description: str, tracked: set[str]) -> list[str]:
+    """The targets of Markdown links that are relative, or lead to no file or folder of this version."""
+    places = tracked | {str(folder) for name in tracked for folder in Path(name).parents}
+    links = re.findall(r"\]\(([^)\s]*)\)", description)
+    own = {link: link.removeprefix(FILES).partition("#")[0] for link in links if link.startswith(FILES)}
+    return [link for link in links if not link.startswith("https://") or own.get(link, ".") not in places]
 
 
 def main() -> None:
@@ -52,7 +56,7 @@ def main() -> None:
         sources = {member.name.removeprefix(f"{NAME}/") for member in sdist.getmembers()}
     wrong = compare("wheel", {*names}, in_wheel(tracked))
     wrong += compare("sdist", sources, tracked | {"PKG-INFO"})
-    wrong += [f"description: the link to {link} is relative" for link in relative_links(metadata.get_payload())]
+    wrong += [f"description: {link} leads nowhere" for link in wrong_links(metadata.get_payload(), tracked)]
     print(f"{NAME}: {len(names)} files in the wheel, {len(sources)} in the sdist")
     if wrong:
         raise SystemExit("\n".join(wrong))

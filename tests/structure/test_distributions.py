@@ -35,9 +35,12 @@ def test_a_missing_file_is_named(name):
     assert SCRIPT["compare"]("wheel", WHEEL - {name}, expected) == [f"wheel: {name} is missing"]
 
 
-def test_relative_links_are_found():
-    text = "[a](https://x.example/a), ![b](b.png), [c](#c) and [d](d/README.md#e)"
-    assert SCRIPT["relative_links"](text) == ["b.png", "#c", "d/README.md#e"]
+def test_links_that_lead_nowhere_are_found():
+    files = SCRIPT["FILES"]
+    good = f"[a](https://x.example/a), [b]({files}jaxkv/a.py#b) and [c]({files}kernels/jaxkv_kernels)"
+    wrong = ["b.png", "#c", "jaxkv/a.py", f"{files}#c", f"{files}jaxkv/d.py"]
+    text = good + "".join(f", ![x]({link})" for link in wrong)
+    assert SCRIPT["wrong_links"](text, TRACKED) == wrong
 
 
 def test_the_version_is_that_of_the_project_and_the_newest_in_the_changelog():
