@@ -1,7 +1,7 @@
 """Copies the pages of the site to a folder: `site_pages.py FOLDER`.
 
-They are all Markdown files and notebooks of the repository, at their places, and the files that they link to.  A link
-to a folder becomes one to its README.
+They are all Markdown files and notebooks of the repository, at their places, and the files that they link to; of hidden
+folders, only the latter.  A link to a folder becomes one to its README.
 """
 
 import re
@@ -33,7 +33,8 @@ def main(folder: Path) -> None:
             target = (ROOT / here / path).resolve()
             if (target / "README.md").is_file():
                 return f"{path.rstrip('/')}/README.md"
-            if target.suffix != ".md" and target.relative_to(ROOT) in tracked:
+            hidden = target.relative_to(ROOT).parts[0].startswith(".")
+            if (hidden or target.suffix != ".md") and target.relative_to(ROOT) in tracked:
                 copy = folder / target.relative_to(ROOT)
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(target, copy)
