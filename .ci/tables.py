@@ -11,7 +11,7 @@ import re
 import sys
 from pathlib import Path
 
-from jaxkv.support import format_table, support_matrix
+from jaxkv.support import format_table, generation_table, support_matrix
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT / "tests"))
@@ -67,6 +67,7 @@ def mixed_table() -> str:
 
 TABLES = {
     "matrix": support_matrix,
+    "generations": generation_table,
     "formats": format_table,
     "accuracy": accuracy_table,
     "queries": query_table,

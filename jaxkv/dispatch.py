@@ -12,6 +12,7 @@ from jax.custom_batching import sequential_vmap
 
 from jaxkv_kernels.alignment import aligned
 from jaxkv_kernels.calls import Call, ExpandedHeads, Kernels
+from jaxkv_kernels.generations import untried_reason
 from jaxkv_kernels.gradients import without_gradients
 from jaxkv_kernels.mosaic_gpu.runtime import device as hopper
 from jaxkv_kernels.names import expected_one_of
@@ -40,8 +41,15 @@ class Backend:
     """The reasons why none of its kernels runs on this machine; empty if some do.  It does not import the kernels."""
 
     def runs(self, call: Call[Any]) -> bool:
-        """Whether it would run `call` on this machine."""
+        """Whether it would run `call` on this machine, if it is named."""
         return not self.unavailable_reasons() and not self.kernels().reasons(call)
+
+    def untried_reason(self, operation: str) -> str | None:
+        """Why a call of an operation that it runs should not choose it on this machine without naming it."""
+        support = self.kernels().support(operation)
+        if support is None or support.machines.generations is None:
+            return None
+        return untried_reason(self.name, operation)
 
 
 @cache
@@ -89,7 +97,8 @@ def choose(call: Call[Any], implementation: str | Sequence[str] | None) -> Backe
 
     Args:
       call: a call with checked arguments.
-      implementation: None for all of `BACKENDS`, a name, or a sequence of names in order of preference.
+      implementation: None for all of `BACKENDS`, a name, or a sequence of names in order of preference.  A kernel that
+        has not been run on GPUs of this machine's generation is chosen only by its name.
 
     Raises:
       ValueError: `implementation` is none of these, or has an unknown name; or an array is divided over explicit axes.
@@ -100,17 +109,22 @@ def choose(call: Call[Any], implementation: str | Sequence[str] | None) -> Backe
     _check_undivided(call)
     requested = _requested(implementation)
     for backend in requested:
-        if backend.runs(call):
+        if not backend.runs(call):
+            continue
+        if reason := backend.untried_reason(call.operation):
+            _warn_of_untried(call.operation, backend.name, reason, named=implementation is not None)
             if implementation is None:
-                _warn_of_slower(call, backend)
-            return backend
+                continue
+        if implementation is None:
+            _warn_of_slower(call, backend)
+        return backend
     found = "; ".join(f"{each.name}: {', '.join(each.kernels().reasons(call))}" for each in requested)
     raise NotImplementedError(f"{call.operation}: none of the requested implementations supports this call ({found})")
 
 
 def has_kernel(call: Call[Any]) -> bool:
-    """Whether an implementation other than the last one, which is plain JAX, would run `call` on this machine."""
-    return any(backend.runs(call) for backend in BACKENDS[:-1])
+    """Whether `choose` would return an implementation other than the last one, which is plain JAX."""
+    return any(backend.runs(call) and not backend.untried_reason(call.operation) for backend in BACKENDS[:-1])
 
 
 def least_prefill(heads: ExpandedHeads, implementation: str | Sequence[str] | None) -> int | None:
@@ -119,6 +133,8 @@ def least_prefill(heads: ExpandedHeads, implementation: str | Sequence[str] | No
     The answer is that of the first requested implementation that has kernels for this machine.
     """
     for backend in _requested(implementation):
+        if implementation is None and backend.untried_reason("prefill_mla"):
+            continue
         if not backend.unavailable_reasons():
             return backend.kernels().least_prefill(heads)
     return None
@@ -193,6 +209,14 @@ def _warn_of_slower(call: Call[Any], chosen: Backend) -> None:
         return
     for reason in fastest.kernels().unsupported_reasons(call):
         _warn_once(call.operation, chosen.name, fastest.name, reason)
+
+
+@cache
+def _warn_of_untried(operation: str, name: str, reason: str, *, named: bool) -> None:
+    if named:
+        _log.warning("%s runs on %s, although %s", operation, name, reason)
+    else:
+        _log.warning("%s does not run on %s: %s; use `implementation=%r` to run it", operation, name, reason, name)
 
 
 @cache

@@ -1,7 +1,7 @@
 """Which implementations support a call (`explain`), and the support matrix of all operations."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jaxkv import dispatch
@@ -10,6 +10,7 @@ from jaxkv.ops.operation import Operation, Sample
 from jaxkv_kernels.calls import Call
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import FORMATS
+from jaxkv_kernels.generations import GENERATIONS, Mark, mark
 
 
 @dataclass(frozen=True)
@@ -18,17 +19,22 @@ class Explanation:
 
     operation: str
     reasons: Mapping[str, tuple[str, ...]]
-    """The reasons of each implementation, in order of priority; empty for one that would run the call."""
+    """The reasons of each implementation, in order of priority; empty for one that can run the call."""
+    untried: Mapping[str, str] = field(default_factory=dict)
+    """Of those that can run the call, the ones that do so only if they are named, with the reason: their kernels have
+    not been run on GPUs of this machine's generation."""
 
     @property
     def chosen(self) -> str | None:
         """The implementation that would run the call."""
-        return next((name for name, reasons in self.reasons.items() if not reasons), None)
+        able = (name for name, reasons in self.reasons.items() if not reasons)
+        return next((name for name in able if name not in self.untried), None)
 
     def __str__(self):
         lines = [f"{self.operation}: {self.chosen or 'nothing'} would run"]
         for name, reasons in self.reasons.items():
-            lines += [f"  {name}: {reason}" for reason in reasons or ("yes",)]
+            able = f"if it is named; {self.untried[name]}" if name in self.untried else "yes"
+            lines += [f"  {name}: {reason}" for reason in reasons or (able,)]
         return "\n".join(lines)
 
 
@@ -49,7 +55,9 @@ def explain(operation: Callable[..., Any], *args, **kwargs) -> Explanation:
     """
     call = call_of(operation, *args, **kwargs)
     reasons = {backend.name: tuple(backend.kernels().reasons(call)) for backend in dispatch.BACKENDS}
-    return Explanation(call.operation, reasons)
+    untried = {backend.name: backend.untried_reason(call.operation) for backend in dispatch.BACKENDS}
+    by_name_only = {name: reason for name, reason in untried.items() if reason and not reasons[name]}
+    return Explanation(call.operation, reasons, by_name_only)
 
 
 def call_of(operation: Callable[..., Any], *args, **kwargs) -> Call[Any]:
@@ -85,6 +93,25 @@ def support_matrix() -> str:
                         cells[backend.name][entry_format or "any"] = None
             row = (", ".join(formats) or "-" for formats in cells.values())
             lines.append(f"| `{operation.name}`{variant and ' ' + variant} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def generation_table() -> str:
+    """A Markdown table of what is known about the kernels of each implementation on each generation of NVIDIA GPUs.
+
+    Operations of an implementation with the same marks share a row.
+    """
+    names = [f"{name} ({found})" for found, name in GENERATIONS.items()]
+    lines = [f"| implementation | operations | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
+    for backend in dispatch.BACKENDS[:-1]:
+        rows: dict[tuple[Mark, ...], list[str]] = {}
+        for operation in OPERATIONS:
+            support = backend.kernels().support(operation.name)
+            if support is not None:
+                built = support.machines.generations or {}
+                marks = tuple(mark(backend.name, operation.name, built, found) for found in GENERATIONS)
+                rows.setdefault(marks, []).append(f"`{operation.name}`")
+        lines += [f"| `{backend.name}` | {', '.join(names)} | {' | '.join(marks)} |" for marks, names in rows.items()]
     return "\n".join(lines)
 
 

@@ -1,12 +1,13 @@
-"""Compiles Mosaic GPU kernels for Hopper, on a machine without a GPU, and compares their registers and spills.
+"""Compiles Mosaic GPU kernels on a machine without a GPU, and compares their registers and spills.
 
     .ci/cubins [--update] [--all] [NAME ...]     runs this script with each version of JAX that CI tests
 
-`tests/data/cubins` has a table for each of these versions: of every kernel that the calls below run, the registers and
-the bytes of spill stores and spill loads that ptxas reports, which are its budget, and a hash of the text that it was
-lowered to.  Compiling all of them takes minutes.  A kernel whose text has the recorded hash therefore has the recorded
-figures, and is not compiled, except in the few calls of `ALWAYS`.  All others are compiled.  The exit code is 1 if a
-kernel has no row, if its text has changed, or if its figures are not those of its row.
+All are compiled for an H200, and those that are not for Hopper alone also for a B200 and a B300.
+`tests/data/cubins` has a table for each of these GPUs and versions: of every kernel that the calls below run, the
+registers and the bytes of spill stores and spill loads that ptxas reports, which are its budget, and a hash of the text
+that it was lowered to.  Compiling all of them takes minutes.  A kernel whose text has the recorded hash therefore has
+the recorded figures, and is not compiled, except in the few calls of `ALWAYS`.  All others are compiled.  The exit code
+is 1 if a kernel has no row, if its text has changed, or if its figures are not those of its row.
 
 `--update` writes the table instead.  `NAME` selects the calls whose names contain it, and prints the figures of all
 their kernels.  `--all` compiles the kernels of all calls of the benchmark, prints their figures, and fails if one of
@@ -16,6 +17,7 @@ them spills more than every kernel of that name in the table.
 import argparse
 import hashlib
 import json
+import logging
 import os
 import re
 import sys
@@ -24,6 +26,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import asdict, astuple, dataclass
 from functools import cache, partial
 from importlib.metadata import PackageNotFoundError, distribution
@@ -44,8 +47,10 @@ from jaxkv_kernels.mosaic_gpu.runtime.stamp import stamp
 from support.hopper import quick_lowering
 
 DATA = Path(__file__).resolve().parent / "data" / "cubins"
-TARGET = DATA / "h200.txtpb"
-"""XLA's description of the GPU."""
+TARGETS = {"h200": "9.0", "b200": "10.0", "b300": "10.3"}
+"""The GPUs to compile for, with their compute capabilities.  A file in `DATA` is XLA's description of each."""
+target = ContextVar("target", default="h200")
+"""The GPU to compile for now."""
 COMPILER = "nvidia-cuda-nvcc"
 """The package that has ptxas."""
 
@@ -206,8 +211,12 @@ def calls(workloads: Iterable[Workload]) -> dict[str, Callable[[], Call]]:
 @contextmanager
 def available():
     """The GPU to compile for counts as the device of this machine, and cuDNN as installed."""
+    from jax.experimental.mosaic.gpu import utils
+
+    arch = tuple(map(int, TARGETS[target.get()].split(".")))
     with (
         mock.patch.multiple(jax, default_backend=lambda: "gpu", devices=lambda: [gpu()], local_devices=lambda: [gpu()]),
+        mock.patch.object(utils, "_infer_arch", return_value=arch),
         mock.patch.multiple(
             cudnn._library(),
             check_cudnn_version=lambda: cudnn.LEAST_VERSION,
@@ -270,15 +279,20 @@ def alone(operation) -> Any:
     return module
 
 
-@cache
 def gpu() -> Any:
     """The GPU to compile for."""
+    return _described(target.get())
+
+
+@cache
+def _described(name: str) -> Any:
     from jax.experimental import topologies
 
     os.environ["PATH"] = f"{distribution(COMPILER).locate_file('nvidia/cu13/bin')}{os.pathsep}{os.environ['PATH']}"
     os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
     shape = "1x1x1"
-    described = topologies.get_topology_desc(shape, platform="cuda", topology=shape, target_config=TARGET.read_text())
+    config = (DATA / f"{name}.txtpb").read_text()
+    described = topologies.get_topology_desc(shape, platform="cuda", topology=shape, target_config=config)
     return described.devices[0]
 
 
@@ -286,13 +300,13 @@ def compiled(kernel: Lowered) -> Figures:
     """Compiles a kernel, and reads what ptxas prints."""
     from jax._src.lib import xla_client
 
-    target, options = gpu(), xla_client.CompileOptions()
+    device, options = gpu(), xla_client.CompileOptions()
     sys.stdout.flush()
     with tempfile.TemporaryFile("w+") as output:
         standard = os.dup(1)
         os.dup2(output.fileno(), 1)
         try:
-            target.client.compile(kernel.program, xla_client.DeviceList((target,)), options)
+            device.client.compile(kernel.program, xla_client.DeviceList((device,)), options)
         finally:
             os.dup2(standard, 1)
             os.close(standard)
@@ -371,15 +385,19 @@ def write_table(path: Path, made_with: Mapping[str, str], table: Table) -> None:
 
 
 def main() -> int:
-    """Compares or writes the table of this version of JAX; 1 if a kernel is not as its row says."""
+    """Compares or writes the table of a GPU and this version of JAX; 1 if a kernel is not as its row says."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help="calls whose names contain it")
+    # One per process: the compiler remembers the first.
+    parser.add_argument("--gpu", choices=TARGETS, default="h200", help="the GPU to compile for (h200)")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--update", action="store_true", help="write the table")
     mode.add_argument("--all", action="store_true", help="all calls of the benchmark")
     options = parser.parse_args()
+    target.set(options.gpu)
+    logging.getLogger("jaxkv").setLevel(logging.ERROR)  # that kernels have not been run on these GPUs is known here
     start, now = time.monotonic(), versions()
-    path = DATA / f"jax-{'.'.join(now['jax'].split('.')[:2])}.json"
+    path = DATA / f"{options.gpu}-jax-{'.'.join(now['jax'].split('.')[:2])}.json"
     made_with, table = read_table(path)
     recorded = {row.text: row.figures for row in table.values()} if made_with == now else {}
 
@@ -394,7 +412,8 @@ def main() -> int:
         try:
             rows = rows_of(makers[name](), known)
         except NotImplementedError as error:
-            print(error)
+            if target.get() == "h200":
+                print(error)
             continue
         if options.names or options.all:
             print("\n".join(f"{name}: {row.figures}" for name, row in rows.items()), flush=True)
@@ -405,7 +424,8 @@ def main() -> int:
     wrong = list(excesses(found, table) if options.all else differences(found, table))
     if made_with != now:
         wrong.append(f"{path.name} was made with {made_with or 'nothing'}, and this is {now}")
-    print("\n".join([*wrong, f"jax {now['jax']}: {len(found)} kernels in {time.monotonic() - start:.0f} s"]))
+    took = f"{time.monotonic() - start:.0f} s"
+    print("\n".join([*wrong, f"jax {now['jax']}: {len(found)} kernels for {options.gpu} in {took}"]))
     if options.update:
         write_table(path, now, {**others, **found})
     elif wrong:

@@ -160,7 +160,8 @@ def _implementations(*, verbose: bool) -> list[str]:
     Reasons against all calls are always listed.
     """
     samples = list(sample_calls())
-    kernels = {backend.name: backend.kernels() for backend in BACKENDS}
+    backends = {backend.name: backend for backend in BACKENDS}
+    kernels = {name: backend.kernels() for name, backend in backends.items()}
     lines = []
     for name, devices in jaxkv.implementations().items():
         supported, rejected = [], {}
@@ -173,6 +174,8 @@ def _implementations(*, verbose: bool) -> list[str]:
                 rejected.setdefault(reason, []).append(call)
         usable = f"usable, supports {len(supported)}" if supported else "not usable, supports none"
         lines.append(f"{name} ({devices}): {usable} of {len(samples)} sample calls")
+        untried = filter(None, (backends[name].untried_reason(operation.name) for operation, _ in own))
+        lines += [f"  only where it is named: {reason}" for reason in dict.fromkeys(untried) if supported]
         everything = {reason for reason, calls in rejected.items() if len(calls) == len(own)}
         lines += [f"  rejects all: {reason}" for reason in rejected if reason in everything]
         if not verbose:

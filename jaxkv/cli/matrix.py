@@ -1,8 +1,8 @@
-"""Print the support matrix (Markdown): which implementation supports which operation and entry format."""
+"""Print which implementation supports which operation and entry format, and has been run on which GPUs (Markdown)."""
 
 import argparse
 
-from jaxkv.support import support_matrix
+from jaxkv.support import generation_table, support_matrix
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -10,7 +10,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints the table."""
+    """Prints both tables."""
     del args
-    print(support_matrix())
+    print(f"{support_matrix()}\n\n{generation_table()}")
     return 0

@@ -838,14 +838,31 @@ class Support:
     """The supported formats by kind of entry (exact class); empty if the kernel does not interpret entries."""
     unsupported_reasons: Callable[[Call[Any]], list[str]]
     """Returns the reasons against a call; none if the kernel supports it."""
-    unavailable_reasons: Callable[[], list[str]]
-    """Returns the reasons against this machine; none if the kernel runs on it."""
+    machines: "Machines"
+    """The machines that it is for."""
+
+    def unavailable_reasons(self) -> list[str]:
+        """The reasons against this machine; none if the kernel runs on it."""
+        return list(self.machines.unavailable_reasons())
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The machines that kernels are for."""
+
+    generations: Mapping[str, str] | None = None
+    """Names of the generations of GPUs that they are compiled for, by compute capability; None for any device."""
+    unavailable_reasons: Callable[[], Iterable[str]] = lambda: ()
+    """Yields the reasons why they do not run on this machine."""
+
+
+ANY_DEVICE = Machines()
 
 
 def supports[F: Callable[..., Any]](
     entries: Listed | None = None,
     unsupported_reasons: Callable[[Any], Iterable[str]] = lambda call: (),
-    unavailable_reasons: Callable[[], Iterable[str]] = lambda: (),
+    machines: Machines = ANY_DEVICE,
     mixed: bool = False,
 ) -> Callable[[F], F]:
     """Declares what a method of `Kernels` supports.
@@ -854,7 +871,7 @@ def supports[F: Callable[..., Any]](
       entries: as in `Support`.  Entries that are not listed are unsupported, because a kernel must not guess their byte
         maps.
       unsupported_reasons: yields the reasons against a call whose entries are listed.
-      unavailable_reasons: yields the reasons against this machine.
+      machines: those that the kernel is for.
       mixed: whether keys and values may have different formats, both of them listed.
     """
 
@@ -865,7 +882,7 @@ def supports[F: Callable[..., Any]](
         return unlisted or list(unsupported_reasons(call))
 
     def declared(method: F) -> F:
-        setattr(method, _SUPPORT, Support(listed, reasons_of_call, lambda: list(unavailable_reasons())))
+        setattr(method, _SUPPORT, Support(listed, reasons_of_call, machines))
         return method
 
     return declared

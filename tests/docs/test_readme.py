@@ -212,7 +212,7 @@ def test_blocks_are_offloaded_and_loaded(tmp_path):
 
 
 CODE_TABLES = {
-    "jaxkv/ops/README.md": ("matrix", "features"),
+    "jaxkv/ops/README.md": ("matrix", "generations", "features"),
     "kernels/jaxkv_kernels/formats/README.md": ("formats", "accuracy", "queries", "mixed"),
 }
 

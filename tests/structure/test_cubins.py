@@ -85,7 +85,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(cubins, "versions", lambda: now)
     monkeypatch.setattr(cubins, "calls", lambda workloads: {"call": lambda: "call"})
     monkeypatch.setattr(cubins, "rows_of", lambda call, known: found)
-    cubins.write_table(tmp_path / "jax-0.12.json", now, {"call decode_mla": TABLE["call decode_mla"]})
+    cubins.write_table(tmp_path / "h200-jax-0.12.json", now, {"call decode_mla": TABLE["call decode_mla"]})
 
     def run(*arguments):
         monkeypatch.setattr("sys.argv", ["cubins.py", *arguments])
@@ -98,7 +98,7 @@ def test_the_command(monkeypatch, tmp_path, capsys):
     assert "spill stores of 84 bytes" in printed
     assert ".ci/cubins --update" in printed
     assert run("--update")[0] == 0
-    assert cubins.read_table(tmp_path / "jax-0.12.json") == (now, found)
+    assert cubins.read_table(tmp_path / "h200-jax-0.12.json") == (now, found)
     assert run()[0] == 0
     now["jax"] = "0.12.9"
     assert "was made with" in run()[1]
@@ -116,7 +116,7 @@ def names_in(path):
                     yield part.value
 
 
-@pytest.mark.parametrize("path", sorted(cubins.DATA.glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(cubins.DATA.glob("h200-*.json")), ids=lambda path: path.stem)
 def test_each_kernel_of_the_package_is_in_a_row(path):
     names = {name.split()[1] for name in json.loads(path.read_text())["kernels"]}
     for file in sorted((PACKAGES["jaxkv_kernels"] / "mosaic_gpu").rglob("*.py")):

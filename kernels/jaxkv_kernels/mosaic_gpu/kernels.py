@@ -1,12 +1,12 @@
 """Kernels in Pallas Mosaic GPU: attention by wgmma, copies of entries and blocks by bulk copies."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import jax
 
 from jaxkv_kernels import calls
 from jaxkv_kernels.addressing import Buffer
-from jaxkv_kernels.calls import Kernels, Listed, supports
+from jaxkv_kernels.calls import Kernels, Listed, Machines, supports
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
 from jaxkv_kernels.mosaic_gpu import (
@@ -38,15 +38,15 @@ _KV: Listed = {KVEntry: ("bf16", "f16", "fp8", "int8", "nvfp4")}
 _STATE: Listed = {StateEntry: StateEntry.formats}
 
 
-def _on(capabilities: Mapping[str, str]) -> Callable[[], list[str]]:
-    """The reasons against kernels for these compute capabilities on this machine."""
-    return lambda: device.unavailable_reasons(capabilities)
+def _on(capabilities: Mapping[str, str]) -> Machines:
+    """Machines with GPUs of these compute capabilities."""
+    return Machines(capabilities, lambda: device.unavailable_reasons(capabilities))
 
 
 class MosaicGPU(Kernels):
-    """Kernels for NVIDIA Hopper."""
+    """Kernels for NVIDIA Hopper, some of them also for Blackwell."""
 
-    @supports(unavailable_reasons=_on(CLOCK))
+    @supports(machines=_on(CLOCK))
     def stamp(self, after: jax.Array) -> jax.Array:
         return stamp(after)
 

@@ -16,7 +16,7 @@ import pytest
 from jaxkv.support import call_of
 from jaxkv_kernels.triton.kernels import Triton
 
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB of shared memory that a program may have, by compute capability."""
 
 

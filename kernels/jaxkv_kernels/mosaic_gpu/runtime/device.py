@@ -1,12 +1,14 @@
 """What kernels are built for: a Hopper GPU, with its limits, or Pallas's interpreter; and where they can run.
 
-Each table of capabilities lists the compute capabilities on which a group of kernels has been tested, with their names.
-The kernels are unavailable on all others.
+Each table of capabilities lists the compute capabilities for which a group of kernels is compiled, with their names.
+The kernels are unavailable on all others.  `jaxkv_kernels.generations` says on which they have been run.
 """
 
 from collections.abc import Mapping
 
 import jax
+
+from jaxkv_kernels.generations import GENERATIONS
 
 # The values of contexts are parts of the key of jit's caches: a function traced for one is traced again for another.
 interpreting = jax.make_user_context(default_value=False)
@@ -39,17 +41,20 @@ def consumer_registers(producer_registers: int, consumers: int = 2) -> int:
     return (at_launch * warpgroups - producer_registers) // consumers // 8 * 8
 
 
+_BLACKWELL = {capability: GENERATIONS[capability] for capability in ("10.0", "10.3")}
+"""Blackwell GPUs of data centers.  Those of workstations (12.0) have other limits."""
+
 WGMMA: Mapping[str, str] = {"9.0": "Hopper"}
 """Capabilities for attention, which multiplies with wgmma, an instruction of Hopper only."""
 
-BULK_COPIES: Mapping[str, str] = {"9.0": "Hopper"}
-"""Capabilities for copies of entries and blocks.  Later GPUs also have bulk copies, but only Hopper was tested."""
+BULK_COPIES: Mapping[str, str] = {"9.0": "Hopper", **_BLACKWELL}
+"""Capabilities for copies of entries and blocks, which are bulk copies."""
 
-REDUX: Mapping[str, str] = {"9.0": "Hopper"}
-"""Selection adds up counts over a warp by an instruction of Ampere and later; it was tried on Hopper only."""
+REDUX: Mapping[str, str] = {"9.0": "Hopper", **_BLACKWELL}
+"""Capabilities for selections, which add up counts over a warp by an instruction of Ampere and later."""
 
-CLOCK: Mapping[str, str] = {"9.0": "Hopper"}
-"""Capabilities for `stamp`.  All generations have the global timer, but only Hopper was tested."""
+CLOCK: Mapping[str, str] = {"9.0": "Hopper", **_BLACKWELL}
+"""Capabilities for `stamp`, which reads the global timer."""
 
 ANY = {**WGMMA, **BULK_COPIES, **REDUX, **CLOCK}
 """Capabilities on which at least one kernel runs."""
