@@ -1,6 +1,9 @@
-"""The pages of notebooks/clients run, and their models generate on jaxkv's cache the tokens that they generate without."""
+"""The pages of notebooks/clients run, and models generate the same tokens on jaxkv's cache as on their own."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -8,7 +11,6 @@ import numpy as np
 import pytest
 
 import jaxkv
-from jaxkv_kernels.formats.entries import MLAEntry
 
 PAGES = Path(__file__).parents[2] / "notebooks" / "clients"
 
@@ -68,10 +70,10 @@ def test_latents_are_expanded_in_prefills(latents):
 def test_bytes_of_the_page():
     heads, nope, rope, value, latent, layers = 128, 128, 64, 128, 512, 61  # DeepSeek R1
     expanded = 2 * (heads * (nope + value) + rope)
-    latents = MLAEntry("bf16", latent=latent, rope=rope).nbytes
+    latents = jaxkv.MLAEntry("bf16", latent=latent, rope=rope).nbytes
     assert (expanded, latents) == (65_664, 1_152)
     assert (2**30 // (layers * expanded), 2**30 // (layers * latents)) == (268, 15_279)
-    assert MLAEntry("fp8_ds_mla", latent=latent, rope=rope).nbytes == 656
+    assert jaxkv.MLAEntry("fp8_ds_mla", latent=latent, rope=rope).nbytes == 656
     text = (PAGES / "latents.md").read_text()
     for number in (expanded, latents, 268, 15_279, 656):
         assert f"{number:,}" in text
@@ -85,7 +87,6 @@ def windows():
 @pytest.mark.ci
 def test_windows(windows):
     assert_equal(windows["paged"], windows["dense"])
-    assert len(windows["free"]) == 0 
 
 
 @pytest.mark.ci
@@ -103,7 +104,30 @@ def test_flax():
     pytest.importorskip("flax", reason="the page is for models of Flax, which jaxkv does not need")
     flax = run("flax.md")
     assert_equal(flax["held"], flax["passed"])
-    for prompt, found in zip(flax["prompts"].tolist(), flax["passed"].tolist(), strict=True):
-        tokens = [token for token in prompt if token != flax["PAD"]] + found
-        after = flax["model"].without_cache(jnp.asarray([tokens]))[0]
-        assert after[-len(found) - 1 : -1].tolist() == found
+    tokens = [
+        [token for token in row if token != flax["PAD"]]
+        for row in jnp.hstack([flax["prompts"], flax["passed"]]).tolist()
+    ]
+    padded = np.zeros((len(tokens), max(map(len, tokens))), np.int32)  # on the right, where no token sees it
+    for row, own in zip(padded, tokens, strict=True):
+        row[: len(own)] = own
+    after = flax["nnx"].jit(flax["Model"].without_cache)(flax["model"], padded)
+    for own, row, found in zip(tokens, after, flax["passed"], strict=True):
+        np.testing.assert_array_equal(row[len(own) - len(found) - 1 : len(own) - 1], found)
+    step, cache = flax["step_on_variable"], jaxkv.KVCache.zeros(flax["layout"])
+    seq_lens = jnp.sum(flax["prompts"] != flax["PAD"], axis=1)
+    step(flax["model"], flax["prompts"], flax["nnx"].Cache(cache), flax["block_tables"], seq_lens)
+    assert cache.buffer.is_deleted()
+
+
+@pytest.mark.ci
+def test_times_of_expanded_keys_and_latents(tmp_path):
+    """The script runs at small sizes, and both sides compute the same up to the rounding of bf16."""
+    command = [sys.executable, PAGES.parent / "time_expanded.py", tmp_path / "times.json"]
+    sizes = ["--requests", "2", "--tokens", "128", "--heads", "8", "--repeats", "1"]
+    subprocess.run([*command, *sizes], check=True)
+    found = json.loads((tmp_path / "times.json").read_text())
+    assert {"date", "device", "versions", "command", "ceilings"} <= set(found)
+    assert found["difference"] < 0.02
+    assert found["seconds"]["expanded"]["cache_bytes"] == 2 * 128 * 2 * (8 * 256 + 64)
+    assert found["seconds"]["latents"]["cache_bytes"] == 2 * 128 * 1152
