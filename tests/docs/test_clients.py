@@ -93,7 +93,7 @@ def test_windows(windows):
 @pytest.mark.parametrize("order", ["BLHNC", "BHLNC"])
 def test_windows_in_other_orders(windows, order):
     packed = jaxkv.PackedLayout(num_blocks=25, block_size=8, groups=windows["groups"], order=order)
-    weights, prompts = windows["weights"], jnp.asarray(windows["prompts"])
+    weights, prompts = windows["weights"], windows["prompts"]
     free = np.random.default_rng(0).permutation(25).tolist()
     found = windows["generate"](weights, prompts, 40, packed, poisoned(packed["full"]), free)
     assert_equal(found, windows["dense"])
@@ -104,10 +104,8 @@ def test_flax():
     pytest.importorskip("flax", reason="the page is for models of Flax, which jaxkv does not need")
     flax = run("flax.md")
     assert_equal(flax["held"], flax["passed"])
-    tokens = [
-        [token for token in row if token != flax["PAD"]]
-        for row in jnp.hstack([flax["prompts"], flax["passed"]]).tolist()
-    ]
+    rows = zip(flax["prompts"].tolist(), flax["passed"].tolist(), strict=True)
+    tokens = [[token for token in prompt if token != flax["PAD"]] + found for prompt, found in rows]
     padded = np.zeros((len(tokens), max(map(len, tokens))), np.int32)  # on the right, where no token sees it
     for row, own in zip(padded, tokens, strict=True):
         row[: len(own)] = own
