@@ -116,16 +116,17 @@ def main() -> None:
     plan = jaxkv.plan_decode(jaxkv.KVCache.zeros(layout), block_tables, seq_lens, num_heads=heads)
     fixed = Fixed(k_b, v_b, normal(keys[5], requests, heads, ROPE), block_tables, seq_lens, plan)
 
+    # Arguments, because XLA would compute products of constants while compiling.
     @jax.jit
-    def expanded() -> Expanded:
-        each = {"k_nope": jnp.einsum("tr,rhd->htd", latents, k_b), "k_pe": k_pe}
-        each["v"] = jnp.einsum("tr,rhd->htd", latents, v_b)
+    def expanded(latents, k_pe, fixed: Fixed) -> Expanded:
+        each = {"k_nope": jnp.einsum("tr,rhd->htd", latents, fixed.k_b), "k_pe": k_pe}
+        each["v"] = jnp.einsum("tr,rhd->htd", latents, fixed.v_b)
         return {name: jnp.broadcast_to(value, (requests, *value.shape)) for name, value in each.items()}
 
     @jax.jit
-    def paged() -> jaxkv.KVCache:
+    def paged(latents, k_pe, fixed: Fixed) -> jaxkv.KVCache:
         def write(request, cache):
-            slots = jaxkv.slots_for(block_tables[request][None], jnp.arange(tokens)[None], cache)[0]
+            slots = jaxkv.slots_for(fixed.block_tables[request][None], jnp.arange(tokens)[None], cache)[0]
             return jaxkv.write_mla(cache, latents, k_pe, slots, layer=0)
 
         return lax.fori_loop(0, requests, write, jaxkv.KVCache.zeros(layout))
@@ -133,13 +134,13 @@ def main() -> None:
     device = jax.devices()[0]
     ceilings = measure_ceilings(device, repeats=args.repeats)
     first, rows = {}, {}
-    sides: dict[str, tuple[Callable[..., Any], Callable[[], Any], int]] = {
+    sides: dict[str, tuple[Callable[..., Any], Callable[..., Any], int]] = {
         "expanded": (expanded_step, expanded, 2 * (heads * (NOPE + VALUE) + ROPE)),
         "latents": (latent_step, paged, layout.entry.nbytes),
     }
     for name, (step, cache, nbytes) in sides.items():
         once = jax.jit(lambda carry, fixed, step=step: step(0, carry, fixed), donate_argnums=0)
-        carry = once((cache(), q_nope + 0), fixed)
+        carry = once((cache(latents, k_pe, fixed), q_nope + 0), fixed)
         first[name] = np.asarray(carry[1], np.float32)
         nbytes *= requests * tokens
         chain = Chain(step, carry, fixed, least=nbytes / 5e12).compile()

@@ -61,7 +61,7 @@ def test_latents_in_all_orders(latents, low_rank):
 @pytest.mark.ci
 def test_latents_are_expanded_in_prefills(latents):
     """The attention that the page shows for long prompts, in place of the other one, in all steps."""
-    scope = dict(latents)
+    scope = dict(latents)  # with `prefill_attention`, which the page defines after its models have run
     code = "\n".join(re.findall(r"```python\n(.*?)```", (PAGES / "latents.md").read_text(), re.DOTALL))
     exec(code.replace("cache = latent_attention(", "cache = prefill_attention("), scope)
     assert_equal(scope["latent"], latents["expanded"])
@@ -84,7 +84,6 @@ def windows():
     return run("windows.md")
 
 
-@pytest.mark.ci
 def test_windows(windows):
     assert_equal(windows["paged"], windows["dense"])
 
