@@ -1,7 +1,8 @@
 """Which of all combinations a test runs by default; the others are `further`, or `slow`.  Examples of property-based
 tests.
 
-`further` cases run in CI (marker `ci`): others of their kind run by default.  `slow` ones find what few faults need.
+`further` cases run before a release (marker `ci`): others of their kind run by default.  `slow` ones find what few
+faults need.
 """
 
 import itertools
