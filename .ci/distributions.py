@@ -2,8 +2,8 @@
 
     python3 .ci/distributions.py DIST
 
-The sdist has all files of HEAD.  The wheel has the modules of the two packages, the marks that they have types, and the
-license: no tests, notebooks, READMEs or caches.
+The sdist has all files of HEAD.  The wheel has the modules of the two packages, the reports of what has run on GPUs,
+the marks that they have types, and the license: no tests, notebooks, READMEs or caches.
 """
 
 import re
@@ -33,7 +33,8 @@ def in_wheel(tracked: set[str]) -> set[str]:
     files = {name.removeprefix("kernels/") for name in tracked if name.startswith(("jaxkv/", "kernels/jaxkv_kernels/"))}
     typed = {"jaxkv/py.typed", "jaxkv_kernels/py.typed"}
     metadata = "METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"
-    return {name for name in files if name.endswith(".py")} | typed | {f"{INFORMATION}/{name}" for name in metadata}
+    needed = {name for name in files if name.endswith(".py") or name.startswith("jaxkv_kernels/reports/")}
+    return needed | typed | {f"{INFORMATION}/{name}" for name in metadata}
 
 
 def wrong_links(description: str, tracked: set[str]) -> list[str]:

@@ -10,13 +10,15 @@ import jaxkv
 from structure.imports import ROOT
 
 SCRIPT = runpy.run_path(str(ROOT / ".ci" / "distributions.py"))
+REPORT = "jaxkv_kernels/reports/gpu.json"
 TRACKED = {"LICENSE", "jaxkv/py.typed", "jaxkv/a.py", "kernels/jaxkv_kernels/py.typed", "kernels/jaxkv_kernels/b/c.py"}
+TRACKED |= {f"kernels/{REPORT}"}
 WHEEL = SCRIPT["in_wheel"](TRACKED)
 
 
-def test_a_wheel_has_modules_marks_of_types_and_the_license():
+def test_a_wheel_has_modules_reports_marks_of_types_and_the_license():
     names = {name for name in WHEEL if ".dist-info/" not in name}
-    assert names == {"jaxkv/a.py", "jaxkv/py.typed", "jaxkv_kernels/b/c.py", "jaxkv_kernels/py.typed"}
+    assert names == {"jaxkv/a.py", "jaxkv/py.typed", "jaxkv_kernels/b/c.py", "jaxkv_kernels/py.typed", REPORT}
     assert f"{SCRIPT['INFORMATION']}/licenses/LICENSE" in WHEEL
     assert not SCRIPT["compare"]("wheel", WHEEL, WHEEL)
 
