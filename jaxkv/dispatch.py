@@ -111,11 +111,12 @@ def choose(call: Call[Any], implementation: str | Sequence[str] | None) -> Backe
     for backend in requested:
         if not backend.runs(call):
             continue
-        if reason := backend.untried_reason(call.operation):
-            _warn_of_untried(call.operation, backend.name, reason, named=implementation is not None)
-            if implementation is None:
-                continue
+        untried = backend.untried_reason(call.operation)
+        if untried:
+            _warn_of_untried(call.operation, backend.name, untried, named=implementation is not None)
         if implementation is None:
+            if untried:
+                continue
             _warn_of_slower(call, backend)
         return backend
     found = "; ".join(f"{each.name}: {', '.join(each.kernels().reasons(call))}" for each in requested)
@@ -133,10 +134,9 @@ def least_prefill(heads: ExpandedHeads, implementation: str | Sequence[str] | No
     The answer is that of the first requested implementation that has kernels for this machine.
     """
     for backend in _requested(implementation):
-        if implementation is None and backend.untried_reason("prefill_mla"):
+        if backend.unavailable_reasons() or (implementation is None and backend.untried_reason("prefill_mla")):
             continue
-        if not backend.unavailable_reasons():
-            return backend.kernels().least_prefill(heads)
+        return backend.kernels().least_prefill(heads)
     return None
 
 

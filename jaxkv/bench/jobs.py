@@ -1,4 +1,4 @@
-"""Commands that form one job of `jax.distributed`: a command per process, each told where process 0 is."""
+"""Commands that form one job of `jax.distributed`: one per process, each with the address of process 0."""
 
 import argparse
 import socket

@@ -52,18 +52,20 @@ def mark(implementation: str, operation: str, generations: Mapping[str, str], fo
     """
     if found not in generations:
         return "unsupported"
-    if found == TESTED or (implementation, operation, found) in _reported():
-        return "run"
-    return "compiled and interpreted"
+    return "run" if _was_run(implementation, operation, found) else "compiled and interpreted"
 
 
 def untried_reason(implementation: str, operation: str) -> str | None:
     """Why a call should not choose this implementation on this machine without naming it; None if it may."""
     found = capability()
-    if found is None or found == TESTED or (implementation, operation, found) in _reported():
+    if found is None or _was_run(implementation, operation, found):
         return None
     device = jax.devices()[0].device_kind
     return f"its kernel has not been run on compute capability {found} ({device}): `jaxkv verify --report` does"
+
+
+def _was_run(implementation: str, operation: str, found: str) -> bool:
+    return found == TESTED or (implementation, operation, found) in _reported()
 
 
 @cache

@@ -43,7 +43,7 @@ def refused(status: int, body: str) -> str:
     return f"HTTP/1.1 {status} No\r\nContent-Length: {len(body)}\r\n\r\n{body}"
 
 
-def asked(*answers: str) -> tuple[list[Answered], list[int]]:
+def ask(*answers: str) -> tuple[list[Answered], list[int]]:
     """How a client reads each of a server's answers, and how many requests each of its connections has sent.
 
     The server closes the connection after an answer that is not complete.
@@ -86,10 +86,10 @@ def test_events_of_a_stream_are_timed_and_tokens_are_those_of_its_usage():
     first = text("data: a")
     parts = (first[:9], first[9:] + text("b")[:-1], "\n: a comment\n\n" + text("c"), event(USAGE).replace("\n", "\r\n"))
     last = event({"choices": [{"text": "a"}], "usage": {"completion_tokens": 7}})  # the text and the usage in one
-    found, connections = asked(whole, stream(*parts), stream(last))
+    found, connections = ask(whole, stream(*parts), stream(last))
     assert [(each.error, each.tokens, len(each.times)) for each in found] == [("", 7, 3), ("", 7, 3), ("", 7, 1)]
     assert connections == [3]
-    (slow,), _ = asked(HEAD + chunked(text("a")) + PAUSE + stream(text("b"), event(USAGE)).removeprefix(HEAD))
+    (slow,), _ = ask(HEAD + chunked(text("a")) + PAUSE + stream(text("b"), event(USAGE)).removeprefix(HEAD))
     assert slow.sent < slow.times[0] < slow.times[1] - PAUSE_SECONDS / 4
 
 
@@ -108,7 +108,7 @@ def test_errors_are_reported_and_later_requests_succeed():
         stream(): "the stream broke off: JSONDecodeError(",
     }
     good = stream(text("a"), event(USAGE))
-    found, connections = asked(*answers, good, good)
+    found, connections = ask(*answers, good, good)
     for each, message in zip(found, answers.values(), strict=False):
         assert each.error.startswith(message)
     assert [(each.error, each.tokens) for each in found[-2:]] == [("", 7), ("", 7)]
