@@ -51,12 +51,14 @@ class Answer:
         assert self._outputs is not None
         async for tokens, logprobs, reason in self._outputs:
             # The text of a stop token is not part of the answer.
-            seen = tokens[:-1] if reason == "stop" else tokens
-            text = "".join(self._stops.push(self._text.push(token)) for token in seen)
-            if self._stops.found:
-                self.cancel(reason="stop")
-                reason = "stop"
-            elif reason is not None:
+            seen, text = tokens[:-1] if reason == "stop" else tokens, ""
+            for count, token in enumerate(seen, 1):
+                text += self._stops.push(self._text.push(token))
+                if self._stops.found:  # the tokens after it, which came meanwhile, are not part of the answer either
+                    tokens, logprobs, reason = tokens[:count], logprobs[:count], "stop"
+                    self.cancel(reason)
+                    break
+            if reason is not None and not self._stops.found:
                 text += self._stops.push(self._text.end())
                 text += self._stops.end()
             yield Piece(text, tokens, logprobs, reason)

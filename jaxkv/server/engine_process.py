@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -22,7 +22,7 @@ from typing import Any, Unpack
 
 from jaxkv.server.client import EngineEnded
 from jaxkv.serving import Engine, EngineInfo, EngineStats, Output, Request
-from jaxkv.serving.request import RequestOptions
+from jaxkv.serving.request import RequestOptions, TokenLogprobs
 from jaxkv.terminal.mistakes import mistake
 
 _log = logging.getLogger("jaxkv")
@@ -35,15 +35,24 @@ GONE = "the engine has ended: its process wrote the reason to standard error"
 
 
 class ProcessOutputs:
-    """The outputs of a request in the process."""
+    """The outputs of a request in the process.
+
+    Outputs that nobody has taken yet are joined to one.  A server that is too slow for a chunk per token then writes
+    fewer and longer ones, instead of falling behind the engine further and further.
+    """
 
     def __init__(self, cancel: Callable[[str], None]):
-        self._queue, self._cancel = asyncio.Queue[Output | EngineEnded](), cancel
+        self._cancel = cancel
+        self._left = deque[Output | EngineEnded]()
+        """What nobody has taken yet."""
+        self._some = asyncio.Event()
+        """Whether there is anything in it."""
         self._cancelled, self._ended = False, False
 
     def put(self, output: Output | EngineEnded) -> None:
         """Adds what comes next."""
-        self._queue.put_nowait(output)
+        self._left.append(output)
+        self._some.set()
 
     def cancel(self, finish_reason: str = "cancelled") -> None:
         """Ends the request, unless it has ended.  The last output comes at once."""
@@ -58,11 +67,20 @@ class ProcessOutputs:
     async def __anext__(self) -> Output:
         if self._ended:
             raise StopAsyncIteration
-        found = await self._queue.get()
-        self._ended = isinstance(found, EngineEnded) or found.finish_reason is not None
-        if isinstance(found, EngineEnded):
-            raise found
-        return found
+        await self._some.wait()
+        if isinstance(first := self._left[0], EngineEnded):
+            self._ended = True
+            raise first
+        tokens, logprobs, reason = list[int](), list[TokenLogprobs](), None
+        while reason is None and self._left and not isinstance(self._left[0], EngineEnded):
+            output = self._left.popleft()
+            tokens += output.tokens
+            logprobs += output.logprobs
+            reason = output.finish_reason
+        if not self._left:
+            self._some.clear()
+        self._ended = reason is not None
+        return Output(tokens, logprobs, reason)
 
 
 class EngineProcess:

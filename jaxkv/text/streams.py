@@ -101,6 +101,8 @@ class TextStream:
         self._tokenizer = tokenizer
         self._before = list(prompt)
         """The tokens before `_held`: at least as many as have an influence on its text."""
+        self._text_before: str | None = None
+        """Their text, once it has been needed."""
         self._held: list[int] = []
         """The last tokens, whose text has not been returned yet."""
 
@@ -111,17 +113,24 @@ class TextStream:
         if not text or text.endswith(INCOMPLETE):
             return ""
         # A character may have begun before: its last bytes alone are not text.
-        begun = self._decoded(self._before).endswith(INCOMPLETE)
+        begun = self._known().endswith(INCOMPLETE)
         self._before, self._held = [*self._before, *self._held] if begun else self._held, []
+        self._text_before = None
         return text
 
     def end(self) -> str:
         """The rest of the text: U+FFFD for a character that the last tokens left incomplete."""
-        before, both = self._decoded(self._before), self._decoded(self._before + self._held)
+        before, both = self._known(), self._decoded(self._before + self._held)
         for known in (before, before.rstrip(INCOMPLETE)):
             if both.startswith(known):
                 return both[len(known) :]
         return self._decoded(self._held)  # because text that was already returned would change
+
+    def _known(self) -> str:
+        """The text of the tokens before those that are held."""
+        if self._text_before is None:
+            self._text_before = self._decoded(self._before)
+        return self._text_before
 
     def _decoded(self, tokens: list[int]) -> str:
         with reported(f"the tokenizer cannot decode tokens {' '.join(map(str, tokens))}"):
