@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxkv.models import Sampling
 from jaxkv.serving import Engine, Request
+from jaxkv.serving.request import TokenLogprobs
 
 WAITING = 3
 """How many requests wait, relative to those that run at once."""
@@ -24,6 +25,8 @@ CANCELLED, SAMPLED, REPEATED = 0.1, 0.25, 0.5
 ROUNDINGS = 64
 """How many roundings of the model's dtype the logarithms of the probabilities of two tokens may differ if one engine
 chose the first and another one the second."""
+MOST_LIKELY = 20
+"""Of how many tokens log probabilities are compared."""
 
 
 @dataclass
@@ -151,11 +154,30 @@ def compare(engine: Engine, requests: Iterable[Request]) -> Compared:
       engine: another one, without requests and without drafts, because it needs log probabilities.
       requests: requests that have ended with all their tokens.
     """
-    found = Compared()
-    again = {_again(engine, request, 0): request for request in requests}
-    list(engine.run())
-    for other, request in again.items():
-        found.add(request, 0 if other.generated == request.generated else _differences(engine, request))
+    found, differences = Compared(), dict.fromkeys(requests, 0)
+    known, logprobs = dict(differences), None  # which only the requests that differ need
+    while known:
+        others = {request: _again(engine, request, count, logprobs) for request, count in known.items()}
+        list(engine.run())
+        known, before = {}, known
+        for request, other in others.items():
+            tokens = request.generated[before[request] :]
+            place = next(
+                (i for i, pair in enumerate(zip(tokens, other.generated, strict=True)) if len({*pair}) > 1), None
+            )
+            if place is None:
+                found.add(request, differences[request])
+            elif logprobs is None:
+                known[request] = 0
+            elif not _is_rounding(engine, other.logprobs[place], tokens[place]):
+                found.add(request, None)
+            else:  # from here on it is compared with what follows its own token
+                differences[request] += 1
+                known[request] = before[request] + place + 1
+                if known[request] == request.max_tokens:
+                    found.add(request, differences[request])
+                    del known[request]
+        logprobs = MOST_LIKELY
     return found
 
 
@@ -167,20 +189,7 @@ def _again(engine: Engine, request: Request, known: int, logprobs: int | None = 
     return engine.submit(prompt, **options)
 
 
-def _differences(engine: Engine, request: Request) -> int | None:
-    """In how many places the request alone has another token that is equally likely; None if one is less likely."""
+def _is_rounding(engine: Engine, about: TokenLogprobs, token: int) -> bool:
+    """Whether a token is as likely as the one that was chosen instead, up to rounding."""
     tolerance = ROUNDINGS * float(jnp.finfo(engine.model.dtype).eps)
-    known = count = 0
-    while known < request.max_tokens:
-        alone = _again(engine, request, known, logprobs=20)
-        list(engine.run())
-        pairs = zip(request.generated[known:], alone.generated, alone.logprobs, strict=True)
-        for place, (token, other, about) in enumerate(pairs):
-            if token != other:
-                if about.logprob - dict(about.top).get(token, -np.inf) > tolerance:
-                    return None
-                known, count = known + place + 1, count + 1
-                break
-        else:
-            break
-    return count
+    return about.logprob - dict(about.top).get(token, -np.inf) <= tolerance

@@ -83,10 +83,12 @@ def test_wrong_tokens_are_found_and_equally_likely_ones_are_not(monkeypatch):
     assert compare(engine(), requests) == Compared(equal=2, wrong=[2])
     monkeypatch.setattr(soak_module, "ROUNDINGS", 1e9)
     assert compare(engine(), requests) == Compared(equal=2, rounded=1)
+    requests[0].tokens[-1] = requests[0].logprobs[5].top[1][0]  # its last token, after which none is left to compare
+    assert compare(engine(), requests) == Compared(equal=1, rounded=2)
     # A token that is far from likely is wrong nevertheless.
     likely = {token for token, _ in engine_logprobs(requests[2])}
     requests[2].tokens[-1] = next(token for token in range(97) if token not in likely)
-    assert compare(engine(), requests) == Compared(equal=1, rounded=1, wrong=[3])
+    assert compare(engine(), requests) == Compared(rounded=2, wrong=[3])
 
 
 def engine_logprobs(request):
