@@ -71,9 +71,10 @@ class ProcessOutputs:
         if isinstance(first := self._left[0], EngineEnded):
             self._ended = True
             raise first
-        tokens, logprobs, reason = list[int](), list[TokenLogprobs](), None
-        while reason is None and self._left and not isinstance(self._left[0], EngineEnded):
-            output = self._left.popleft()
+        tokens, logprobs = list[int](), list[TokenLogprobs]()
+        reason: str | None = None
+        while reason is None and self._left and isinstance(output := self._left[0], Output):
+            self._left.popleft()
             tokens += output.tokens
             logprobs += output.logprobs
             reason = output.finish_reason
