@@ -477,6 +477,51 @@ def engines() -> str:
     return "\n".join([title, "", *heading, *(f"| {' | '.join(cells)} |" for cells in lines)])
 
 
+def engines_h200() -> str:
+    """Both engines with 640 requests at once, and jaxkv's alone, on one H200."""
+    vllm, own = (read(f"{name}.json") for name in ("engine_vllm", "engine"))
+    rates, theirs = ([row["tokens_per_s"] for row in found["at_once"]] for found in (own, vllm))
+    (first,), steps = own["first_token"], {row["requests"]: row["ms"] for row in own["step"]}
+    alone = ", ".join(
+        f"{row['ms']:.2f} with {row['requests']} (the step alone: {steps[row['requests']]:.2f})"
+        for row in own["decode"]
+    )
+    return _paragraph(
+        f"On one {own['device']}, {own['date']}, with jax {own['versions']['jax']} and a compilation cache, the same "
+        f"{own['at_once'][0]['requests']} requests at once take {vllm['at_once'][0]['seconds']:.1f} s in vLLM "
+        f"{vllm['versions']['vllm']} and {' and '.join(f'{row["seconds"]:.1f}' for row in own['at_once'])} s here, in "
+        f"the same hour: {max(theirs):,.0f} tokens/s, and {' and '.join(f'{rate:,.0f}' for rate in rates)}, which is "
+        f"{min(rates) / max(theirs):.2f} times as many or more. The first token of a prompt of {first['prompt']} comes "
+        f"after {first['ms']:.1f} ms. Milliseconds per token: {alone}. With one request, the host took longer than the "
+        "step."
+    )
+
+
+def server() -> str:
+    """A Markdown table of the server, of its engine without it, and of vLLM's server, in a closed loop on one H200."""
+    own, vllm = read("server.json"), read("server_vllm.json")
+    names = {"engine": "the engine without a server", "http": "`jaxkv serve`", "server": "vLLM's server"}
+    lines = [
+        "| clients | served by | output tokens/s: all, while all clients are busy | ms to the first token: median, p99 | "
+        "ms between parts of an answer: median, p99 |",
+        "|---|---|---|---|---|",
+    ]
+    loads = sorted(own["loads"] + vllm["loads"], key=lambda load: load["clients"])
+    for load in loads:
+        first, between = (
+            f"{load[key]['median']:.1f}, {load[key]['p99']:,.0f}" for key in ("first_token_ms", "between_tokens_ms")
+        )
+        rates = f"{load['output_tokens_per_s']:,.0f}, {load['saturated']:,.0f}"
+        lines.append(f"| {load['clients']} | {names[load['served_by']]} | {rates} | {first} | {between} |")
+    title = _paragraph(
+        f"DeepSeek-V2-Lite's size with random weights, on one {own['device']}, {own['date']}; jax "
+        f"{own['versions']['jax']}, and vLLM {vllm['server']['vllm']} in the same hour. Prompts have 512 tokens and "
+        "answers 256 on average, and each client sends its next request when its last one has ended: "
+        f"`{own['command']}`."
+    )
+    return "\n".join([title, "", *lines])
+
+
 def chain() -> str:
     """A Markdown table of the kernels of a layer."""
     return _by_hand("chain")
@@ -533,6 +578,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "chain": chain,
     "several_gpus": several_gpus,
     "engines": engines,
+    "engines_h200": engines_h200,
+    "server": server,
     "hot_rows": hot_rows,
     "by_hand": by_hand,
 }

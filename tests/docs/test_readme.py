@@ -227,7 +227,8 @@ TABLES = {
     "notebooks/README.md": ("peers", "verdict", "speed", "ceilings", "quantised", "models", "by_hand"),
     "jaxkv/models/README.md": ("steps", "concurrent_steps", "chain", "several_gpus"),
     "jaxkv/offload/README.md": ("hot_rows",),
-    "jaxkv/serving/README.md": ("engines",),
+    "jaxkv/serving/README.md": ("engines", "engines_h200"),
+    "jaxkv/server/README.md": ("server",),
 }
 
 
