@@ -3,6 +3,8 @@
 import gc
 import itertools
 import os
+import zlib
+from collections import defaultdict
 from pathlib import Path
 
 # Tests compile thousands of small programs and run each for microseconds.  XLA's newer emitters build a pipeline of
@@ -37,13 +39,23 @@ MACHINES = ("gpu", "triton", "devices")
 """Markers of tests that need devices or packages, and name what is `missing` here."""
 
 
+def pytest_addoption(parser):
+    """`--one-in`, for suites of whose cases there is time for a part."""
+    text = "run one in N cases of each test, at least one and always the same ones, which a hash of their names chooses"
+    parser.addoption("--one-in", type=int, default=1, metavar="N", help=text)
+
+
 def pytest_configure(config):
     """Allows engines of recorded models, which have no stop tokens: the tests run to `max_tokens`."""
     config.addinivalue_line("filterwarnings", "ignore:the checkpoint states no stop tokens")
 
 
+@pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    """Deselects tests that cannot run here, or skips them where `-m` asks for them; interpreted ones have a timeout."""
+    """Deselects tests that cannot run here, or skips them where `-m` asks for them; interpreted ones have a timeout.
+
+    With `--one-in`, deselects cases of those that can run, too.
+    """
     selected, deselected = [], []
     for item in items:
         marks = [mark for mark in item.iter_markers() if mark.name in MACHINES and mark.kwargs["missing"]]
@@ -53,8 +65,17 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="; ".join(mark.kwargs["missing"])))
         if "interpreted" in item.fixturenames:
             item.add_marker(pytest.mark.timeout(INTERPRETED_SECONDS))
+    cases = defaultdict[str, list[str]](list)
+    for item in selected:
+        cases[item.nodeid.partition("[")[0]].append(item.nodeid)
+    chosen = {
+        case
+        for names in cases.values()
+        for case in sorted(names, key=lambda name: zlib.crc32(name.encode()))[: -(-len(names) // config.option.one_in)]
+    }
+    deselected += [item for item in selected if item.nodeid not in chosen]
     config.hook.pytest_deselected(items=deselected)
-    items[:] = selected
+    items[:] = [item for item in selected if item.nodeid in chosen]
 
 
 def pytest_collection_finish():

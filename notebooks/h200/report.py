@@ -502,8 +502,8 @@ def server() -> str:
     own, vllm = read("server.json"), read("server_vllm.json")
     names = {"engine": "the engine without a server", "http": "`jaxkv serve`", "server": "vLLM's server"}
     lines = [
-        "| clients | served by | output tokens/s: all, while all clients are busy | ms to the first token: median, p99 | "
-        "ms between parts of an answer: median, p99 |",
+        "| clients | served by | output tokens/s: all, while all clients are busy | ms to the first token: median, p99 "
+        "| ms between parts of an answer: median, p99 |",
         "|---|---|---|---|---|",
     ]
     loads = sorted(own["loads"] + vllm["loads"], key=lambda load: load["clients"])
