@@ -3,7 +3,7 @@
     python3 .ci/distributions.py DIST
 
 The sdist has all files of HEAD.  The wheel has the modules of the two packages, the reports of what has run on GPUs,
-the marks that they have types, and the license: no tests, notebooks, READMEs or caches.
+the recorded measurements, the marks that they have types, and the license: no tests, notebooks, READMEs or caches.
 """
 
 import re
@@ -34,6 +34,8 @@ def in_wheel(tracked: set[str]) -> set[str]:
     typed = {"jaxkv/py.typed", "jaxkv_kernels/py.typed"}
     metadata = "METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE"
     needed = {name for name in files if name.endswith(".py") or name.startswith("jaxkv_kernels/reports/")}
+    recorded = {name.split("/", 1)[1] for name in tracked if re.fullmatch(r"notebooks/h\d+/.*\.json", name)}
+    needed |= {f"jaxkv/bench/measurements/{name}" for name in recorded}
     return needed | typed | {f"{INFORMATION}/{name}" for name in metadata}
 
 

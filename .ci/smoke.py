@@ -1,8 +1,9 @@
-"""A write and a decode with the installed wheel."""
+"""A write and a decode with the installed wheel, and the recorded measurements in it."""
 
 import jax.numpy as jnp
 
 import jaxkv
+from jaxkv.bench import recorded
 
 layout = jaxkv.CacheLayout(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16"))
 cache = jaxkv.KVCache.zeros(layout)
@@ -12,4 +13,5 @@ out = jaxkv.decode_mla(
 )
 assert out.shape == (1, 16, 512)
 assert float(out.min()) > 0
+assert len(recorded.rows()) > 10
 print("wheel ok:", jaxkv.__version__)

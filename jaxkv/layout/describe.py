@@ -209,6 +209,12 @@ def bands(groups: Descriptions) -> list[Band]:
     return found
 
 
+def in_words(groups: Descriptions) -> str:
+    """What the memory map shows, a sentence per row, for those who cannot see it; ValueError as by `bands`."""
+    rows = (f"{band.title}: {band.note}." for band in bands(groups))
+    return " ".join([f"Memory map of {headline(groups)}.", *rows])
+
+
 @dataclass(frozen=True)
 class _View:
     """A group as the memory map shows it.  At depth d, the indices of the d outermost axes are fixed."""

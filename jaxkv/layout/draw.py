@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from jaxkv.layout.describe import Band, Descriptions, Piece, bands, headline
+from jaxkv.layout.describe import Band, Descriptions, Piece, bands, headline, in_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -84,6 +84,12 @@ def svg(groups: Descriptions) -> str | None:
     file = io.StringIO()
     _save(figure, file, "svg")
     return file.getvalue()
+
+
+def for_notebook(groups: Descriptions) -> tuple[str, dict[str, str]] | None:
+    """The memory map as SVG text, and its metadata with a description under "alt"; None where `svg` returns None."""
+    picture = svg(groups)
+    return None if picture is None else (picture, {"alt": in_words(groups)})
 
 
 def _save(figure: "Figure", file: str | os.PathLike[str] | io.StringIO, suffix: str) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jaxkv.layout.describe import Axis, Description, Run, page_contents, table
-from jaxkv.layout.draw import draw, svg
+from jaxkv.layout.draw import draw, for_notebook
 from jaxkv.layout.overlap import Plane, overlapping_entries, overlapping_planes
 from jaxkv_kernels.addressing import MAX_SLOTS, Pages, entry_view
 from jaxkv_kernels.formats.entries import Entry, IndexerEntry, KVEntry, MLAEntry
@@ -631,7 +631,7 @@ class CacheLayout[E: Entry]:
         return draw({"": self.describe()}, path)
 
     def _repr_svg_(self):
-        return svg({"": self.describe()})
+        return for_notebook({"": self.describe()})
 
 
 def checked_shards(shards) -> TokenShards:

@@ -7,7 +7,7 @@ from typing import Any, Literal
 from jax.typing import DTypeLike
 
 from jaxkv.layout.describe import Description, table
-from jaxkv.layout.draw import draw, svg
+from jaxkv.layout.draw import draw, for_notebook
 from jaxkv.layout.layout import (
     UNDIVIDED,
     CacheLayout,
@@ -257,7 +257,7 @@ class PackedLayout(Mapping[str, CacheLayout]):
         return draw(self.describe(), path)
 
     def _repr_svg_(self):
-        return svg(self.describe())
+        return for_notebook(self.describe())
 
 
 def _tables(groups: Mapping[str, Group], block_size: int | Mapping[str, int]) -> dict[str, Table]:

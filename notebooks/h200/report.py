@@ -1,4 +1,4 @@
-"""Tables and sentences made from the recorded measurements beside this file.
+"""Tables and sentences made from the recorded measurements.
 
     python notebooks/h200/report.py README.md notebooks/README.md jaxkv/models/README.md jaxkv/offload/README.md
 
@@ -7,88 +7,13 @@ files.  `notebooks/README.md` says which command recorded which file.
 """
 
 import argparse
-import json
 import re
 import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
-
-
-@dataclass(frozen=True)
-class Row:
-    """Both libraries on one shape; times in ms per call."""
-
-    requests: int
-    heads: int
-    q_len: int
-    tokens: int
-    varlen: bool
-    """Whether lengths vary, up to `tokens`."""
-    layers: int
-    """Layers of jaxkv's cache, the middle one of which is attended to: 1, or as many of 61 as fit in memory."""
-    limit: float
-    """The least time, as `limit` returns it."""
-    jaxkv: tuple[float, float]
-    """(burst, sustained)."""
-    flash_mla: tuple[float, float]
-
-    @property
-    def shape(self) -> str:
-        """Requests x heads x query tokens x cached tokens."""
-        upto = "up to " if self.varlen else ""
-        return f"{self.requests} x {self.heads} x {self.q_len} x {upto}{self.tokens:,}"
-
-    @property
-    def ratios(self) -> tuple[float, float]:
-        """How many times as fast as FlashMLA jaxkv is: (burst, sustained)."""
-        burst, sustained = (theirs / ours for theirs, ours in zip(self.flash_mla, self.jaxkv, strict=True))
-        return burst, sustained
-
-
-def read(name: str, gpu: str = "h200") -> dict:
-    """A recorded measurement, by the names of its file and of the folder of its GPU."""
-    return json.loads((FOLDER.parent / gpu / name).read_text())
-
-
-FLASH_MLA = {"decode_mla": "bf16", "decode_mla_sparse": "fp8_ds_mla"}
-"""The operations that FlashMLA is timed on, and the format of their entries."""
-
-
-def comparable(row: dict) -> bool:
-    """Whether FlashMLA is timed on the workload of this row: such entries, in plain blocks."""
-    plain = row.get("blocks", "plain") == "plain"
-    return plain and FLASH_MLA.get(row["operation"]) == row["format"]
-
-
-def limit(row: dict, ceilings: dict) -> float:
-    """The ms that a row's bytes take at the reading ceiling, or its flops at that of products: the longer of both.
-
-    Products of float8 values are twice as fast as those of bf16, for which the ceiling was measured.
-    """
-    products = ceilings["matmul"] * (2 if row.get("query_dtype", "bfloat16").startswith("float8") else 1)
-    return max(row["megabytes"] / ceilings["read"] * 1e9, row["gflop"] / products * 1e12)
-
-
-def rows() -> list[Row]:
-    """The shapes that both libraries were timed on, in the order of jaxkv's benchmark."""
-    ours, theirs = read("decode_mla.json"), read("flash_mla.json")
-    times = {row["shape"]: row for row in theirs["rows"]}
-    found = []
-    for row in filter(comparable, ours["rows"]):
-        other = times[row["shape"]]
-        found.append(
-            Row(
-                **{key: row[key] for key in ("requests", "heads", "q_len", "tokens", "layers")},
-                varlen=bool(row["varlen"]),
-                limit=limit(row, ours["ceilings"]),
-                jaxkv=(row["ms"], row["sustained_ms"]),
-                flash_mla=(other["ms"], other["sustained_ms"]),
-            )
-        )
-    return found
+from jaxkv.bench.recorded import limit, read, rows, step_name
 
 
 def speed() -> str:
@@ -554,15 +479,6 @@ def _with_subcommands(text: str) -> str:
     moved = "|".join(SUBCOMMANDS)
     text = re.sub(rf"\bjaxkv ({moved})\b", r"jaxkv bench \1", text.replace("jaxkv serve-bench", "jaxkv bench serve"))
     return re.sub(rf"\bjaxkv bench(?! (ops|serve|{moved})\b)", "jaxkv bench ops", text)
-
-
-def step_name(row: dict) -> str:
-    """What a row of `model_steps.json` computes."""
-    shape = f"{row['requests']} x {row['tokens']:,}"
-    new = row["new_tokens"]
-    if new == 1:
-        return f"{shape}, decoding"
-    return f"{shape}, a prefill" if new == row["tokens"] else f"{shape}, {new:,} of them new"
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -297,6 +297,16 @@ def test_saved_pictures_are_deterministic(tmp_path, suffix):
         assert one.startswith(b"\x89PNG")
 
 
+def test_a_notebook_shows_the_map_and_describes_it():
+    """As IPython expects it: the picture, and its metadata."""
+    layout = CacheLayout(**BIG)
+    picture, metadata = layout._repr_svg_()
+    assert picture == svg(described({"": layout}))
+    rows = bands(described({"": layout}))
+    assert metadata["alt"].startswith(f"Memory map of {str(layout).partition(' (')[0]}. buffer: ")
+    assert all(f"{row.title}: {row.note}." in metadata["alt"] for row in rows)
+
+
 def test_other_suffixes_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"'\.pdf'"):
         draw(described({"": CacheLayout(**BIG)}), tmp_path / "map.pdf")

@@ -311,4 +311,6 @@ def test_the_table_and_the_memory_map_show_both_planes():
         r"keys +count.*\n(.*\n)*block +6 +128 +512\n(.*\n)*\nvalues +count.*\n(.*\n)*block +6 +128 +512\n", table
     )
     assert "offset       64 elements, 256 bytes (values of 32 bytes)" in table
-    assert "values" in layout._repr_svg_()
+    picture, metadata = layout._repr_svg_()
+    assert "values" in picture
+    assert "keys and values, one after the other" in metadata["alt"]

@@ -12,19 +12,29 @@ from structure.imports import ROOT
 SCRIPT = runpy.run_path(str(ROOT / ".ci" / "distributions.py"))
 REPORT = "jaxkv_kernels/reports/gpu.json"
 TRACKED = {"LICENSE", "jaxkv/py.typed", "jaxkv/a.py", "kernels/jaxkv_kernels/py.typed", "kernels/jaxkv_kernels/b/c.py"}
-TRACKED |= {f"kernels/{REPORT}"}
+TRACKED |= {f"kernels/{REPORT}", "notebooks/h100/a.json"}
 WHEEL = SCRIPT["in_wheel"](TRACKED)
 
 
-def test_a_wheel_has_modules_reports_marks_of_types_and_the_license():
+def test_a_wheel_has_modules_reports_measurements_marks_of_types_and_the_license():
     names = {name for name in WHEEL if ".dist-info/" not in name}
-    assert names == {"jaxkv/a.py", "jaxkv/py.typed", "jaxkv_kernels/b/c.py", "jaxkv_kernels/py.typed", REPORT}
+    data = {REPORT, "jaxkv/bench/measurements/h100/a.json"}
+    assert names == {"jaxkv/a.py", "jaxkv/py.typed", "jaxkv_kernels/b/c.py", "jaxkv_kernels/py.typed"} | data
     assert f"{SCRIPT['INFORMATION']}/licenses/LICENSE" in WHEEL
     assert not SCRIPT["compare"]("wheel", WHEEL, WHEEL)
 
 
 @pytest.mark.parametrize(
-    "name", ["tests/conftest.py", ".ci/run", "jaxkv/README.md", "jaxkv/guide.ipynb", "jaxkv/__pycache__/a.cpython.pyc"]
+    "name",
+    [
+        "tests/conftest.py",
+        ".ci/run",
+        "jaxkv/README.md",
+        "jaxkv/guide.ipynb",
+        "jaxkv/__pycache__/a.cpython.pyc",
+        "notebooks/h100/a.py",
+        "notebooks/1.ipynb",
+    ],
 )
 def test_other_files_must_not_be_in_it_even_if_they_are_tracked(name):
     expected = SCRIPT["in_wheel"](TRACKED | {name})
