@@ -632,7 +632,9 @@ class HostPool(Connector):
     def _check_present(self, keys: Iterable[bytes]) -> None:
         missing = next((key for key in keys if not self._has(key)), None)
         if missing is not None:
-            raise KeyError(missing.hex())
+            raise KeyError(
+                f"{missing.hex()} is not in the pool, which has the first `matched(keys)` blocks of a prompt"
+            )
 
     def _add(self, chunk: Chunk) -> None:
         self._arriving.append(chunk)

@@ -23,13 +23,16 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
 from jaxkv.checks import (
+    QUERIES,
     Dims,
     check_cache,
     entry_scale,
     float_dtype,
     int32,
+    mla_dims,
     positive_scale,
     running_sum,
     static_bool,
@@ -37,7 +40,7 @@ from jaxkv.checks import (
 from jaxkv.dispatch import Implementations
 from jaxkv.ops.attention import converted, decode_kv, decode_mla, query_axes
 from jaxkv.ops.writes import write_kv, write_mla
-from jaxkv_kernels.addressing import lengths_in_table, ragged_slots
+from jaxkv_kernels.addressing import lengths_in_table, ragged_slots, table_tokens
 from jaxkv_kernels.formats.bits import FP8, e4m3_values
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 
@@ -139,11 +142,16 @@ def mla_ragged_paged_attention(
     slots, (tables, lengths, cu_q_lens) = _paged(
         cache_kv, "ql_nope", ql_nope, kv_lens, page_indices, cu_q_lens, distribution
     )
-    entry = cache_kv.layout.entry
+    # The operations below would name their own arguments.
+    entry, dims = cache_kv.layout.entry, mla_dims(cache_kv)
+    dims.check("ql_nope", ql_nope, "T Hq R", QUERIES)
+    dims.check("q_pe", q_pe, "T Hq P", QUERIES)
     scale: Any = sm_scale
     if q_scale is not None:
         scale = positive_scale("q_scale", q_scale) * scale
     if static_bool("update_kv_cache", update_kv_cache):
+        dims.check("new_kv_c", new_kv_c, "T R", QUERIES)
+        dims.check("new_k_pe", new_k_pe, "T P", QUERIES)
         (kv_c, k_pe), write_scale, k_scale = _stored((new_kv_c, new_k_pe), k_scale, entry.format, entry.input_dtype)
         cache_kv = write_mla(
             cache_kv, kv_c, k_pe, slots, layer=layer, kv_scale=write_scale, implementation=implementation
@@ -232,8 +240,18 @@ def ragged_paged_attention(
     slots, (tables, lengths, cu_q_lens) = _paged(
         kv_cache, "queries", queries, kv_lens, page_indices, cu_q_lens, distribution
     )
-    entry = kv_cache.layout.entry
+    entry, heads = kv_cache.layout.entry, kv_cache.layout.num_heads
+    dims = Dims(
+        D=(entry.head_dim, "the entry's head_dim"),
+        Dv=(entry.value_dim, "the entry's value_dim"),
+        H=(heads, "the cache's heads"),
+    )
+    dims.check("queries", queries, "T Hq D", QUERIES)
+    if dims["Hq"] % heads:
+        raise ValueError(f"`queries` has {dims['Hq']} heads: expected a multiple of the cache's {heads} heads")
     if static_bool("update_kv_cache", update_kv_cache):
+        dims.check("keys", keys, "T H D", QUERIES)
+        dims.check("values", values, "T H Dv", QUERIES)
         (k,), write_k_scale, k_scale = _stored((keys,), k_scale, entry.format, entry.input_dtype)
         (v,), write_v_scale, v_scale = _stored((values,), v_scale, entry.format_names[-1], entry.input_dtype)
         kv_cache = write_kv(
@@ -310,6 +328,21 @@ def _paged(cache: KVCache, name: str, q, kv_lens, page_indices, cu_q_lens, distr
     used = jnp.arange(count + 1, dtype=jnp.int32) <= int32(distribution)[2]
     kv_lens = jnp.where(used[1:], int32(kv_lens), 0)
     sums: Any = running_sum(jnp.where(used, int32(cu_q_lens), 0))
-    starts = jnp.maximum(kv_lens, 0) - jnp.diff(sums)
+    new: Any = jnp.diff(sums)
+    if data_checks.checking():
+        _check_data(cache, tables, kv_lens, new)
+    starts = jnp.maximum(kv_lens, 0) - new
     slots = ragged_slots(tables, sums, total=q.shape[0], block_size=block_size, seq_starts=starts)
     return slots, (tables, lengths_in_table(kv_lens, tables, block_size), sums)
+
+
+def _check_data(cache: KVCache, tables, kv_lens, new) -> None:
+    """Checks, in checked mode, that lengths include the new tokens, and that the tables have blocks for these."""
+    pages, columns = cache.layout.pages, tables.shape[1]
+    capacity = table_tokens(tables, pages.block_size)
+    data_checks.require(kv_lens >= new, "kv_lens", kv_lens, "it includes the {new} new tokens of the sequence", new=new)
+    enough = f"`page_indices` has {columns} blocks per sequence, for {capacity} tokens"
+    data_checks.require(kv_lens <= capacity, "kv_lens", kv_lens, enough)
+    begins = jnp.arange(columns, dtype=jnp.int32) * pages.block_size
+    used = (begins + pages.block_size > (kv_lens - new)[:, None]) & (begins < kv_lens[:, None])
+    data_checks.check_ids("page_indices", tables.reshape(-1), pages, used.reshape(-1))

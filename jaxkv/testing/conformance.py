@@ -195,7 +195,7 @@ def _check_attention(
 
     def call(cache, tables, layer):
         found = attend(*queries, cache, tables, lengths, layer=layer, **options)
-        return found if return_lse else (found,)
+        return found if isinstance(found, tuple | list) else (found,)
 
     def source(index: tuple[int, ...]) -> _Source:
         request, (query, head) = index[0], (0, index[1]) if q_len is None else index[1:3]
@@ -235,9 +235,8 @@ def _named(layouts: Layouts) -> Iterator[tuple[str, jaxkv.CacheLayout]]:
     if isinstance(layouts, jaxkv.CacheLayout):
         layouts = {layouts.order: layouts}
     if not isinstance(layouts, Mapping) or not layouts:
-        raise ValueError(
-            f"`layouts` is {layouts!r}: expected a CacheLayout, or some by name, as of every_layout(entry)"
-        )
+        given = layouts if isinstance(layouts, Mapping) else f"a {type(layouts).__name__}"
+        raise ValueError(f"`layouts` is {given}: expected a CacheLayout, or some by name, as of every_layout(entry)")
     for name, layout in layouts.items():
         if not isinstance(layout, jaxkv.CacheLayout):
             raise ValueError(f"`layouts[{name!r}]` is a {type(layout).__name__}: expected a CacheLayout")
@@ -432,7 +431,8 @@ def _results(where, call, cache, tables, layer, names, right, dtype) -> list[np.
     """The results of the function under test; AssertionError if their number, shapes or dtypes are wrong."""
     found = _called(where, call, cache, tables, layer)
     if len(found) != len(names):
-        raise AssertionError(f"{where}: {len(found)} results, expected {', '.join(names)}")
+        count = f"{len(found)} result{'s' * (len(found) != 1)}"
+        raise AssertionError(f"{where}: {count}, expected {', '.join(names)}")
     for name, result, values in zip(names, found, right, strict=True):
         if result.shape != values.shape or (dtype is not None and result.dtype != dtype):
             expected = f"{'floats' if dtype is None else dtype} {list(values.shape)}"

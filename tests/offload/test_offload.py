@@ -291,7 +291,7 @@ class TestRoom:
         ):
             with pytest.raises(KeyError, match=message):
                 pool.release(keys)
-        with pytest.raises(KeyError, match=missing.hex()):
+        with pytest.raises(KeyError, match=f"{missing.hex()} is not in the pool, which has"):
             pool.hold([other, missing])
         assert pool.store(cache, range(4), names(4, "b")) == 3
         assert [key in pool for key in (held, other)] == [True, False]

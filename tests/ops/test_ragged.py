@@ -124,14 +124,75 @@ def test_options_for_tpus_are_ignored(operation):
         ({"update_kv_cache": 0}, "`update_kv_cache` is 0: expected True or False"),
         ({"out_dtype": "int8"}, "`out_dtype` is 'int8': expected one of bfloat16"),
         ({"sliding_window": 18, "use_causal_mask": False}, "`window` is 18: expected None or a tuple"),
-        ({"keys": None}, "`k` is a NoneType: expected an array"),
+        ({"keys": None}, "`keys` is a NoneType: expected an array [T, H, D]"),
+        ({"keys": jnp.ones((30, 3, 16))}, "`keys` has shape (30, 3, 16): expected [T, H, D] = [30, 2, 16]"),
+        (
+            {"values": jnp.ones((29, 2, 8))},
+            "`values` has shape (29, 2, 8): expected [T, H, Dv] = [30, 2, 8] (T is that",
+        ),
+        ({"queries": jnp.ones((30, 5, 16))}, "`queries` has 5 heads: expected a multiple of the cache's 2 heads"),
+        ({"queries": jnp.ones((30, 4, 8))}, "`queries` has shape (30, 4, 8): expected [T, Hq, D] = [T, Hq, 16] (D is"),
     ],
 )
 def test_misuse_is_reported(options, message):
-    cache, q, (keys, values), tables = arguments(HEADS, kv_heads=2)
-    keys, options = options.get("keys", keys), {name: x for name, x in options.items() if name != "keys"}
+    cache, (q,), (keys, values), tables = arguments(HEADS, kv_heads=2)
+    call = partial(jaxkv.ragged_paged_attention, kv_cache=cache, layer=1)
+    names = "kv_lens", "page_indices", "cu_q_lens", "distribution"
+    right = {"queries": q, "keys": keys, "values": values, **dict(zip(names, paged(tables), strict=True))}
     with pytest.raises(ValueError, match=re.escape(message)):
-        jaxkv.ragged_paged_attention(*q, keys, values, cache, *paged(tables), layer=1, **options)
+        call(**right | options)
+
+
+@pytest.mark.parametrize(
+    ("name", "array", "message"),
+    [
+        ("q_pe", jnp.ones((30, 3, 8)), "`q_pe` has shape (30, 3, 8): expected [T, Hq, P] = [30, 4, 8] (Hq is that of"),
+        ("new_kv_c", jnp.ones((29, 32)), "`new_kv_c` has shape (29, 32): expected [T, R] = [30, 32] (T is that of"),
+        ("new_k_pe", None, "`new_k_pe` is a NoneType: expected an array [T, P]"),
+    ],
+)
+def test_misuse_of_latents_is_reported(name, array, message):
+    cache, q, new, tables = arguments(LATENTS)
+    arrays = dict(zip(("ql_nope", "q_pe", "new_kv_c", "new_k_pe"), (*q, *new), strict=True)) | {name: array}
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jaxkv.mla_ragged_paged_attention(*arrays.values(), cache, *paged(tables), layer=1)
+
+
+def lens_with(sequence, length):
+    return jnp.asarray(LENGTHS, jnp.int32).at[sequence].set(length)
+
+
+@pytest.mark.parametrize(
+    ("position", "message"),
+    [
+        ((3, 19), "`kv_lens`[3] is 19: it includes the 20 new tokens of the sequence"),
+        ((0, -1), "`kv_lens`[0] is -1: it includes the 1 new tokens"),
+        ((2, 49), "`kv_lens`[2] is 49: `page_indices` has 3 blocks per sequence, for 48 tokens"),
+        ((4, 0), None),  # not in use
+    ],
+)
+def test_lengths_are_checked(position, message):
+    cache, q, new, tables = arguments(HEADS, kv_heads=2)
+    _, *others = paged(tables)
+    call = jaxkv.checked(partial(jaxkv.ragged_paged_attention, layer=1))
+    arrays = *q, *new, cache, lens_with(*position), *others
+    if message is None:
+        call(*arrays)
+        return
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(*arrays)
+
+
+@pytest.mark.parametrize(("place", "wrong"), [((0, 1), 20), ((3, 2), -1)])
+def test_blocks_of_new_tokens_are_checked(place, wrong):
+    cache, q, new, tables = arguments(HEADS, kv_heads=2)
+    tables[place] = wrong
+    index = place[0] * COLUMNS + place[1]
+    call = jaxkv.checked(partial(jaxkv.ragged_paged_attention, layer=1))
+    with pytest.raises(
+        ValueError, match=re.escape(f"`page_indices`[{index}] is {wrong}: the cache has blocks 0 to 19")
+    ):
+        call(*q, *new, cache, *paged(tables))
 
 
 INT32 = np.iinfo(np.int32)

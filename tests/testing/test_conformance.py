@@ -60,9 +60,9 @@ FOUND = [
 ]  # fmt: skip
 
 
-def message_of(check, function, layouts):
+def message_of(check, function, layouts, **options):
     with pytest.raises(AssertionError) as caught:
-        check(function, layouts)
+        check(function, layouts, **options)
     return re.sub(r"\s+", " ", str(caught.value))
 
 
@@ -248,6 +248,8 @@ def test_mistakes():
         testing.poisoned(cache)
     with pytest.raises(ValueError, match=r"`layouts` is \{\}: expected a CacheLayout, or some by name"):
         testing.assert_write_correct(jaxkv.write_kv, {})
+    with pytest.raises(ValueError, match="`layouts` is a list: expected a CacheLayout, or some by name"):
+        testing.assert_write_correct(jaxkv.write_kv, [*layouts.values()])
     with pytest.raises(ValueError, match=r"`layouts\['x'\]` is a KVCache: expected a CacheLayout"):
         testing.assert_write_correct(jaxkv.write_kv, {"x": cache})
     with pytest.raises(ValueError, match="expected an MLAEntry or a KVEntry"):
@@ -283,5 +285,13 @@ def test_results_of_other_shapes_and_dtypes_are_rejected():
         return (right.attend(*args, **keywords)[0],) * 2
 
     assert "3 results, expected K, V" in message_of(testing.assert_gather_correct, gather, layout)
-    message = message_of(testing.assert_attention_correct, attend, layout)
+
+    def attend_alone(*args, **keywords):
+        return right.attend(*args, **keywords)[0]
+
+    check = testing.assert_attention_correct
+    assert ": 1 result, expected out, lse" in message_of(check, attend_alone, layout)
+    both = partial(right.attend, return_lse=True)
+    assert ": 2 results, expected out" in message_of(check, both, layout, return_lse=False)
+    message = message_of(check, attend, layout)
     assert "lse is float32[6, 8, 2], expected floats [6, 8]" in message
