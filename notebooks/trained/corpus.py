@@ -26,7 +26,8 @@ def files() -> Iterator[tuple[str, Path]]:
     roots = {"cpython": Path(sysconfig.get_path("stdlib"))}
     for package in ("numpy", "jax"):
         spec = find_spec(package)
-        assert spec is not None and spec.origin is not None
+        assert spec is not None
+        assert spec.origin is not None
         roots[package] = Path(spec.origin).parent
     for package, root in roots.items():
         for path in sorted(root.rglob("*.py")):

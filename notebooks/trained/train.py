@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxkv
 from jaxkv import models
 from jaxkv.models import ModelConfig
 from jaxkv.models.weights.build import Build
@@ -80,16 +81,24 @@ def model_of(config: ModelConfig, weights) -> models.Model:
 
 def losses(model: models.Model, windows) -> jax.Array:
     """The loss of each token that follows another in `windows`, int32 [B, T + 1]: nats, float32 [B, T]."""
-    tokens, following = windows[:, :-1], windows[:, 1:]
-    requests, length = tokens.shape
-    block_size = model.usual_block_size
-    blocks = -(-length // block_size)
-    cache = model.cache(num_blocks=requests * blocks)
+    requests, length = windows.shape[0], windows.shape[1] - 1
+    blocks = -(-length // model.usual_block_size)
     tables = jnp.arange(requests * blocks, dtype=jnp.int32).reshape(requests, blocks)
-    slots = blocks * block_size * jnp.arange(requests, dtype=jnp.int32)[:, None] + jnp.arange(length, dtype=jnp.int32)
-    _, x = models.forward(model, cache, tokens, jnp.full(requests, length, jnp.int32), tables, slots)
-    logits = jax.nn.log_softmax(models.head(model, x))
-    return -jnp.take_along_axis(logits, following[:, :, None], axis=-1)[:, :, 0]
+    return advance(model, model.cache(requests * blocks), windows, tables, 0, length)[1]
+
+
+def advance(
+    model: models.Model, cache: jaxkv.KVCache, windows, tables, start: int, end: int
+) -> tuple[jaxkv.KVCache, jax.Array]:
+    """The cache with the tokens from `start` to `end` of windows [B, T + 1], and the losses of those that follow them.
+
+    `tables` int32 [B, M] has the blocks of each window; the tokens before `start` are in the cache.
+    """
+    positions = jnp.broadcast_to(jnp.arange(start, end, dtype=jnp.int32), (windows.shape[0], end - start))
+    lengths, slots = jnp.full(windows.shape[0], end, jnp.int32), jaxkv.slots_for(tables, positions, cache)
+    cache, x = models.forward(model, cache, windows[:, start:end], lengths, tables, slots)
+    logits, following = jax.nn.log_softmax(models.head(model, x)), windows[:, start + 1 : end + 1]
+    return cache, -jnp.take_along_axis(logits, following[:, :, None], axis=-1)[:, :, 0]
 
 
 def train(folder: Path, destination: Path, steps: int, batch: int) -> None:
