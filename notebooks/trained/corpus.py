@@ -19,6 +19,8 @@ END = "<|endoftext|>"
 """Between files.  Its id is 0."""
 LEFT_OUT = {"idlelib", "lib2to3", "site-packages", "encodings", "pydoc_data"}
 """Folders of other packages, of old code, and of tables."""
+SAMPLE = "cpython/bdb.py", "cpython/configparser.py", "cpython/difflib.py", "cpython/logging/handlers.py"
+"""Some files that are held out, which every Python has."""
 
 
 def files() -> Iterator[tuple[str, Path]]:
@@ -35,11 +37,22 @@ def files() -> Iterator[tuple[str, Path]]:
                 yield f"{package}/{path.relative_to(root)}", path
 
 
+def is_held_out(name: str) -> bool:
+    """Whether the file with this name is held out."""
+    return int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0
+
+
 def texts(*, held_out: bool) -> Iterator[str]:
     """The texts of the files that are held out, or of the others."""
     for name, path in files():
-        if (int(hashlib.sha256(name.encode()).hexdigest(), 16) % 20 == 0) == held_out:
+        if is_held_out(name) == held_out:
             yield path.read_text(encoding="utf-8", errors="replace")
+
+
+def sample(tokenizer: Tokenizer, length: int, number: int) -> np.ndarray:
+    """Windows of the files in `SAMPLE`, [number, length + 1]."""
+    found = [path.read_text(encoding="utf-8") for name, path in files() if name in SAMPLE]
+    return windows(tokens(tokenizer, found), length, number)
 
 
 def make_tokenizer() -> Tokenizer:

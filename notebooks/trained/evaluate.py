@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import train
+from tokenizers import Tokenizer
 
 import jaxkv
 from jaxkv import models, offload
@@ -251,14 +252,21 @@ def main() -> None:
         corpus.windows(held_out, LENGTH, WINDOWS),
         corpus.windows(training, LENGTH, CALIBRATION_WINDOWS),
     )
+    sample = corpus.sample(Tokenizer.from_file(str(args.folder / "tokenizer.json")), LENGTH, BATCH)
     model = models.load(args.model)
+
+    def beside_bigrams(windows: np.ndarray) -> dict[str, Any]:
+        """The losses of bigrams and of the model in its own dtype."""
+        bigrams = corpus.bigram_loss(training, windows)
+        return {"windows": len(windows), "bigrams": bigrams, "bf16": mean(losses(model, windows))}
+
     found = {
         "date": datetime.now(UTC).date().isoformat(),
         "command": "python notebooks/trained/evaluate.py FOLDER",
         **random_models.about(model),
         "tokens": {"training": len(training), "held_out": len(held_out), "window": LENGTH},
-        "bigram": {"windows": len(windows), "loss": corpus.bigram_loss(training, windows)},
-        "bf16": {"windows": len(windows), "loss": mean(losses(model, windows))},
+        "held_out": beside_bigrams(windows),
+        "sample": {"files": corpus.SAMPLE, **beside_bigrams(sample)},
         "formats": formats(args.model, windows, calibration),
         "sparse": sparse(args.model, windows[:: WINDOWS // SPARSE_WINDOWS]),
         "moves": moves(args.model, windows[:: WINDOWS // MOVED_WINDOWS]),

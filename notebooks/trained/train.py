@@ -52,7 +52,7 @@ CONFIG = {
     "v_head_dim": 32,
     "vocab_size": 2048,
 }
-LENGTH, BATCH, STEPS = 1024, 32, 4000
+LENGTH, BATCH, STEPS = 1024, 16, 5000
 PEAK, WARM_UP, DECAY = 4e-3, 200, 0.1
 """The highest learning rate, the steps until it is reached, and the decay of weights."""
 
