@@ -7,6 +7,7 @@ Tables of recorded timings are written by `notebooks/h200/report.py`.
 
 import argparse
 import json
+import math
 import re
 import sys
 from pathlib import Path
@@ -20,10 +21,12 @@ from support import features  # noqa: E402
 READMES = (
     ROOT / "kernels" / "jaxkv_kernels" / "formats" / "README.md",
     ROOT / "jaxkv" / "ops" / "README.md",
+    ROOT / "notebooks" / "trained" / "README.md",
 )
 ACCURACY = ROOT / "notebooks" / "accuracy" / "entry_formats.json"
 QUERIES = ACCURACY.with_name("query_formats.json")
 MIXED = ACCURACY.with_name("mixed_formats.json")
+LOSSES = ROOT / "notebooks" / "trained" / "losses.json"
 
 
 def accuracy_table() -> str:
@@ -65,6 +68,55 @@ def mixed_table() -> str:
     return "\n".join(lines)
 
 
+def losses_table() -> str:
+    """A Markdown table of the trained model's loss (`notebooks/trained/evaluate.py`) beside that of bigrams."""
+    found = json.loads(LOSSES.read_text())
+    texts = {"held_out": "held-out windows", "sample": "windows of four held-out files of the standard library"}
+    lines = ["| text | bigrams | the model in bfloat16 |", "|---|---|---|"]
+    for key, name in texts.items():
+        row = found[key]
+        lines.append(f"| {row['windows']} {name} | {row['bigrams']:.3f} | {row['bf16']:.3f} |")
+    return "\n".join(lines)
+
+
+def _difference(row: dict) -> str:
+    """A difference of losses with its standard error, to the first digit of this error, but four digits at least."""
+    digits = max(4, math.ceil(-math.log10(row["standard_error"])))
+    return f"{row['difference']:+.{digits}f} ± {row['standard_error']:.{digits}f}"
+
+
+def loss_by_format_table() -> str:
+    """A Markdown table of the trained model's loss with each format of entries."""
+    lines = ["| format | bits per value | loss | difference from `f32` |", "|---|---|---|---|"]
+    for row in json.loads(LOSSES.read_text())["formats"]["rows"]:
+        cell = "-" if row["format"] == "f32" else _difference(row)
+        lines.append(f"| `{row['format']}` | {row['bits_per_value']:.2f} | {row['loss']:.4f} | {cell} |")
+    return "\n".join(lines)
+
+
+def sparse_losses_table() -> str:
+    """A Markdown table of what sparse attention costs the trained model: a column per choice of tokens."""
+    rows = {(row["tokens"], row["chosen"]): row for row in json.loads(LOSSES.read_text())["sparse"]["rows"]}
+    numbers, choices = (list(dict.fromkeys(names)) for names in zip(*rows, strict=True))
+    lines = ["| tokens | " + " | ".join(f"the {chosen} ones" for chosen in choices) + " |", "|---|---|---|"]
+    for number in numbers:
+        cells = " | ".join(_difference(rows[number, chosen]) for chosen in choices)
+        lines.append(f"| {number} | {cells} |")
+    return "\n".join(lines)
+
+
+def moves_table() -> str:
+    """A Markdown table of the trained model's loss after cached blocks: a column per format of entries."""
+    rows = {(row["way"], row["format"]): row for row in json.loads(LOSSES.read_text())["moves"]["rows"]}
+    ways, forms = (list(dict.fromkeys(names)) for names in zip(*rows, strict=True))
+    lines = ["| blocks | " + " | ".join(f"`{form}`" for form in forms) + " |", "|---" * (1 + len(forms)) + "|"]
+    for way in ways:
+        own = [rows[way, form] for form in forms]
+        cells = (f"{row['loss']:.6f}, {'equal' if row['equal'] else 'different'}" for row in own)
+        lines.append(f"| {way} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES = {
     "matrix": support_matrix,
     "generations": generation_table,
@@ -73,6 +125,10 @@ TABLES = {
     "queries": query_table,
     "mixed": mixed_table,
     "features": features.table,
+    "losses": losses_table,
+    "loss_by_format": loss_by_format_table,
+    "sparse_losses": sparse_losses_table,
+    "moves": moves_table,
 }
 
 

@@ -214,6 +214,7 @@ def test_blocks_are_offloaded_and_loaded(tmp_path):
 CODE_TABLES = {
     "jaxkv/ops/README.md": ("matrix", "generations", "features"),
     "kernels/jaxkv_kernels/formats/README.md": ("formats", "accuracy", "queries", "mixed"),
+    "notebooks/trained/README.md": ("losses", "loss_by_format", "sparse_losses", "moves"),
 }
 
 
