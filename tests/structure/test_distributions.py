@@ -24,7 +24,15 @@ def test_a_wheel_has_modules_reports_marks_of_types_and_the_license():
 
 
 @pytest.mark.parametrize(
-    "name", ["tests/conftest.py", ".ci/run", "jaxkv/README.md", "jaxkv/guide.ipynb", "jaxkv/__pycache__/a.cpython.pyc"]
+    "name",
+    [
+        "tests/conftest.py",
+        ".ci/run",
+        "jaxkv/README.md",
+        "jaxkv/guide.ipynb",
+        "jaxkv/__pycache__/a.cpython.pyc",
+        "notebooks/trained/model/model.safetensors",
+    ],
 )
 def test_other_files_must_not_be_in_it_even_if_they_are_tracked(name):
     expected = SCRIPT["in_wheel"](TRACKED | {name})
