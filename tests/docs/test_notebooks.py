@@ -21,6 +21,8 @@ NOTEBOOKS = sorted(FOLDER.glob("*.ipynb"))
 LONG = ("3_a_tiny_deepseek", "4_performance", "5_moving_blocks")
 """What these call, the tests of models, measurements and pools call as well."""
 FLAX = "9_sending_a_cache"
+TRAINED = "8_a_trained_model"
+"""It needs the folder of its model beside it, which the wheel does not have."""
 TAG = "recorded"
 """The tag of cells that show recorded measurements, and of those that these cells need."""
 
@@ -52,6 +54,8 @@ print(json.dumps(said))
 def run(path, folder, tag=""):
     """What the code cells say that have the tag, or all, by their numbers, in a process in an empty folder."""
     (folder / path.name).write_bytes(path.read_bytes())
+    if path.stem == TRAINED:
+        (folder / "trained").symlink_to(FOLDER / "trained")
     environment = os.environ | {"MPLBACKEND": "Agg"}
     command = [sys.executable, "-W", "error", "-c", RUN, path.name, tag]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)

@@ -53,6 +53,14 @@ def test_every_format_is_recorded():
     assert all(row["standard_error"] > 0 for form, row in recorded.items() if form != "f32")
 
 
+def test_the_notebook_shows_what_is_recorded():
+    notebook = (FOLDER.parent / "8_a_trained_model.ipynb").read_text()
+    shown = [f"{row['format']} {row['difference']:+.4f}" for row in RECORDED["formats"]["rows"] if row["difference"]]
+    shown += [f"the {row['chosen']} {row['tokens']} {row['difference']:+.4f}" for row in RECORDED["sparse"]["rows"]]
+    assert len(shown) > 20
+    assert not [words for words in shown if words not in notebook], "run the notebook again (CONTRIBUTING.md)"
+
+
 def test_blocks_that_moved_have_the_same_losses():
     for row in RECORDED["moves"]["rows"]:
         assert row["equal"] == ("mistaken" not in row["way"]), row

@@ -34,6 +34,7 @@ def test_a_wheel_has_modules_reports_measurements_marks_of_types_and_the_license
         "jaxkv/__pycache__/a.cpython.pyc",
         "notebooks/h100/a.py",
         "notebooks/1.ipynb",
+        "notebooks/trained/model/model.safetensors",
     ],
 )
 def test_other_files_must_not_be_in_it_even_if_they_are_tracked(name):
