@@ -42,6 +42,10 @@ def test_the_model_of_the_readme_continues_its_prompts():
             new, _ = scope["step"](scope["weights"], jnp.asarray(tokens), jaxkv.KVCache.zeros(scope["layout"]), *one)
             tokens.append(int(new[0]))
         assert tokens[len(prompt) + 1 :] == found
+    too_short = (jnp.asarray(x) for x in ([2], [4, 1], [0, 3], [0, 0, 1]))
+    cache = jaxkv.KVCache.zeros(scope["layout"])
+    with pytest.raises(ValueError, match=r"`kv_lens`\[0\] is 2: it includes the 3 new tokens"):
+        jaxkv.checked(scope["step"])(scope["weights"], jnp.asarray([5, 8, 13]), cache, *too_short)
 
 
 def test_a_cache_is_sent():
