@@ -52,9 +52,10 @@ def pytest_configure(config):
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
-    """Deselects tests that cannot run here, or skips them where `-m` asks for them; interpreted ones have a timeout.
+    """Deselects the tests that cannot run on this machine, and limits the time of interpreted ones.
 
-    With `--one-in`, deselects cases of those that can run, too.
+    Tests that `-m` asks for are skipped with the reason instead.  With `--one-in`, some cases of the others are
+    deselected, too.
     """
     selected, deselected = [], []
     for item in items:

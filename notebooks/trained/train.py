@@ -76,7 +76,8 @@ def initial(config: ModelConfig, key: jax.Array):
 
 def model_of(config: ModelConfig, weights) -> models.Model:
     """The model with these weights, which may be traced."""
-    return Build(config, "float32", None, "xla", None, False).model(jax.tree.map(lambda array: array, weights))
+    build = Build(config, "float32", None, "xla", None, False)
+    return build.model(dict(weights))  # of which it replaces the layers
 
 
 def losses(model: models.Model, windows) -> jax.Array:
