@@ -10,6 +10,7 @@ from typing import Any, override
 
 import jax
 import uvicorn
+import uvloop
 
 from jaxkv import models
 from jaxkv.server.app import Limits, Server
@@ -70,8 +71,11 @@ def run(
       OSError: the address cannot be used.
     """
     served = partial(Server, name=name, tokenizer=Tokenizer(folder), chat=ChatTemplate.find(folder), limits=limits)
-    with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening:
-        return asyncio.run(_run(make_engine, served, listening, drain))
+    with (
+        socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as listening,
+        asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner,
+    ):
+        return runner.run(_run(make_engine, served, listening, drain))
 
 
 async def _run(
