@@ -54,8 +54,8 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     """Deselects the tests that cannot run on this machine, and limits the time of interpreted ones.
 
-    Tests that `-m` asks for are skipped with the reason instead.  With `--one-in`, some cases of the others are
-    deselected, too.
+    If `-m` asks for such a test, it is skipped with the reason.  With `--one-in N`, one in N cases of each other test
+    is kept, and at least one.
     """
     selected, deselected = [], []
     for item in items:

@@ -88,7 +88,12 @@ async def _run(
     server = served(engine)
     # Without its own log of requests, which may hold prompts.
     config = uvicorn.Config(
-        server.app, log_level="error", access_log=False, lifespan="on", timeout_graceful_shutdown=CLOSING_SECONDS
+        server.app,
+        http="httptools",
+        log_level="error",
+        access_log=False,
+        lifespan="on",
+        timeout_graceful_shutdown=CLOSING_SECONDS,
     )
     http = _HTTP(config, signalled)
     serving = asyncio.create_task(http.serve(sockets=[listening]))
