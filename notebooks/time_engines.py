@@ -49,7 +49,7 @@ DECODED, TOKENS, SKIPPED = (1, 8, 32), 160, 10
 """Requests that decode, tokens of each, and steps at either end that do not count."""
 FIRST_TOKENS = 7
 """How often the first token is timed."""
-CHUNK, CHUNKS = 64, 20
+CHUNK, CHUNKS = 64, 64
 """jaxkv: tokens of a chunk, and chunks of a step beside `MAX_REQUESTS` requests."""
 PREFIX, BESIDE = 32768, 31
 """Tokens of the prefix that is loaded, and requests that decode meanwhile."""

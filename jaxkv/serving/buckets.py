@@ -14,6 +14,8 @@ from jaxkv.serving.step_inputs import Schedule
 
 INTERRUPTED_AFTER = 0.1
 """Seconds after which an interrupt is noticed at the latest."""
+FEW_CHUNKS = 8
+"""Chunks up to which sizes differ by a factor of four: steps with fewer tokens are bound by reading the weights."""
 _log = logging.getLogger("jaxkv")
 
 
@@ -31,7 +33,8 @@ class Buckets:
 
     A step without chunks has rows for 1, 2, 4, 8, ... or `max_requests` requests.  With chunks, whose tokens take most
     of the time, there are few: rows for `max_requests` requests or about a sixteenth of that, and for as many chunks as
-    the budget of tokens allows, or about a half, an eighth, a thirty-second of that, and so on.
+    the budget of tokens allows, or about a half, a quarter, an eighth of that, and so on.  Below `FEW_CHUNKS`, every
+    other of these sizes is left out.
 
     Args:
       max_requests: the most rows of requests.
@@ -61,7 +64,11 @@ class Buckets:
         def chunks(requests: int) -> list[int]:
             most = (budget - requests * columns) // chunk
             most = most if max_chunks is None else min(most, max_chunks)
-            return sorted({most, *(2**n for n in range((most // 2).bit_length() - 1, -1, -2))}, reverse=True)
+            found, size = [most], 2 ** (most // 2).bit_length() // 2
+            while size:
+                found.append(size)
+                size //= 2 if size > FEW_CHUNKS else 4
+            return found
 
         sizes = _sizes(max_requests)
         self.largest = Shape(chunks(max_requests)[0], max_requests), Shape(0, max_requests)

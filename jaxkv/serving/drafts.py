@@ -30,7 +30,7 @@ class Drafts(Protocol):
         """How many entries after those of its tokens a step writes."""
 
     @property
-    def program(self) -> Callable[..., tuple[KVCache, "Verified"]]:
+    def program(self) -> Callable[..., tuple[KVCache, jax.Array, "Verified"]]:
         """The program of a step, with the arguments of `verify_and_draft`."""
 
     def check(self, model: Model, tables: Sequence[TableKind]) -> None:
@@ -202,11 +202,13 @@ class Verified(NamedTuple):
     """int32 [B, K], drafts of the tokens after these, or [B, 0] if the step makes none."""
 
 
-def verify_and_draft(model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]) -> tuple[KVCache, Verified]:
+def verify_and_draft(
+    model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]
+) -> tuple[KVCache, jax.Array, Verified]:
     """The layers, the choice of the next tokens, and the next drafts, in one program.
 
     The arguments are those of `run_layers`.  The last batch has the tokens to verify, those before it have chunks of
-    prompts.
+    prompts.  `last` is returned as it is: the host reads all tokens before it launches the next step.
     """
     batches = inputs.arrays()
     cache, hidden = hidden_states(model, cache, *[batch.new_tokens(last) for batch in batches])
@@ -215,10 +217,12 @@ def verify_and_draft(model: Model, cache: KVCache, last, inputs: Bundle[list[Inp
         follow = _verify if batch is batches[-1] else _prefill
         cache, found = follow(model, cache, batch, x)
         verified.append(found)
-    return cache, jax.tree.map(lambda *rows: jnp.concatenate(rows), *verified)
+    return cache, last, jax.tree.map(lambda *rows: jnp.concatenate(rows), *verified)
 
 
-def verify_drafts(model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]) -> tuple[KVCache, Verified]:
+def verify_drafts(
+    model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]
+) -> tuple[KVCache, jax.Array, Verified]:
     """The layers and the choice of the next tokens, in one program; the arguments are those of `verify_and_draft`."""
     batches = inputs.arrays()
     cache, hidden = hidden_states(model, cache, *[batch.new_tokens(last) for batch in batches])
@@ -230,7 +234,7 @@ def verify_drafts(model: Model, cache: KVCache, last, inputs: Bundle[list[InputB
             drawn = _drawn(model, batch, x)
             sampled, accepted = _alone(drawn, batches[-1].tokens.shape[1]), jnp.zeros_like(drawn)
         verified.append(Verified(sampled, accepted, jnp.zeros((len(sampled), 0), jnp.int32)))
-    return cache, jax.tree.map(lambda *rows: jnp.concatenate(rows), *verified)
+    return cache, last, jax.tree.map(lambda *rows: jnp.concatenate(rows), *verified)
 
 
 def _drawn(model: Model, batch: InputBatch, hidden) -> jax.Array:

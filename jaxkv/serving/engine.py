@@ -31,10 +31,11 @@ from jaxkv.serving import program
 from jaxkv.serving.base import EngineBase, restores
 from jaxkv.serving.block_manager import BlockManager
 from jaxkv.serving.buckets import Buckets, Shape
-from jaxkv.serving.drafts import AcceptanceStats, Drafts
+from jaxkv.serving.drafts import AcceptanceStats, Drafts, Verified
 from jaxkv.serving.export import ExportedBlocks
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
+from jaxkv.serving.program import Found
 from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, stop_tokens, token_ids
 from jaxkv.serving.stats import EngineInfo, EngineStats, HostTime
@@ -207,14 +208,14 @@ class Engine(EngineBase):
         self._launched: deque[tuple[Any, dict[int, Span]]] = deque()
         """Steps whose tokens have not been read: the sampled tokens and their log probabilities (None if no request
         needs them), or `Verified` with drafts; and the span of each row."""
-        # The cache is donated, so that it is updated in place.
+        # Donated arrays are updated in place.
         self.program = program.run_layers if drafts is None else drafts.program
         self._layers = Program(
             self.program,
-            donate="cache",
+            donate=("cache", "last"),
             compiler_options=lambda shape: model.compiler_options(prefill=shape.chunks > 0),
         )
-        self._samplers = [Program(sample, donate="last") for sample in (program.likeliest, program.draw)]
+        self._draw = Program(program.draw, donate=("last",))
         self._logprobs = jax.jit(program.logprobs)
 
     def _allocate(self) -> None:
@@ -479,8 +480,7 @@ class Engine(EngineBase):
             self.host_time.waited += time.perf_counter() - waits
         if schedule is not None:
             shape = self.buckets.fit(schedule)
-            self.cache, found = self._layers(shape, self.model, self.cache, self.last, self.inputs(schedule, shape))
-            self.launched(schedule, shape, found)
+            self.launched(schedule, shape, self._run_layers(schedule, shape))
         self.read(behind=schedule is not None)
         self.host_time.steps += 1
         self.host_time.seconds += time.perf_counter() - start
@@ -514,6 +514,12 @@ class Engine(EngineBase):
         for array in (one_array(self.cache.buffer), self.last):
             array.delete()  # unless a program that did not return has donated it
 
+    def _run_layers(self, schedule: Schedule, shape: Shape) -> Found | Verified:
+        """Runs the layers; returns what they found."""
+        inputs = self.inputs(schedule, shape)
+        self.cache, self.last, found = self._layers(shape, self.model, self.cache, self.last, inputs)
+        return found
+
     def warm_up(self, *, wait: bool = True) -> None:
         """Compiles the programs, and runs them without requests, so that later steps do not compile.
 
@@ -541,22 +547,18 @@ class Engine(EngineBase):
             return []
         rows, last = sum(shape), described(self.last)
         logits = jax.ShapeDtypeStruct((rows, self.model.config.vocab_size), jnp.float32, sharding=last.sharding)
-        return [
-            partial(sample.prepare, rows, logits, last, Bundle.of(Choices.of({}, rows))) for sample in self._samplers
-        ]
+        return [partial(self._draw.prepare, rows, logits, last, Bundle.of(Choices.of({}, rows)))]
 
     @restores
     def _run_without_requests(self) -> None:
         ready = self.buckets.ready.copy()
         for shape in [shape for shape in self.buckets.shapes if shape in ready]:  # in one order in all processes
-            inputs = self.inputs(NOTHING, shape)
-            self.cache, found = self._layers(shape, self.model, self.cache, self.last, inputs)
-            self.warm_up_after(found)
+            self.warm_up_after(self._run_layers(NOTHING, shape))
 
     def warm_up_after(self, found) -> None:
         """Compiles the programs that follow the layers, given what these found without requests."""
-        for sample in self._samplers if self.drafts is None else ():
-            self._sample(sample, found, {})
+        if self.drafts is None:
+            self._drawn(found.logits, {})
         self.cache = self.block_manager.warm_up(self.cache)
 
     # A step consists of the following methods, and of a program between them.  `Lockstep` runs that program for the
@@ -576,15 +578,16 @@ class Engine(EngineBase):
             if request.place >= 0 and request.missing:
                 self._make_room(request, self._reach(request))
         left = self.buckets.most_chunks(sum(request.missing == 1 for request in self.running))
-        parts = dict[Request, Schedule]()
+        chunks = dict[Request, list[Span]]()
         for request in self.running:
-            parts[request] = self._part(request, left)
-            left -= len(parts[request].prefill)
+            if request.missing > 1:
+                chunks[request] = self._chunks(request, left)
+                left -= len(chunks[request])
         while left > 0 and (joined := self._admit()):  # others may leave, and even join again
-            parts[joined] = self._part(joined, left)
-            left -= len(parts[joined].prefill)
-        prefill = [span for request in self.running for span in parts[request].prefill]
-        decode = [span for request in self.running for span in parts[request].decode]
+            chunks[joined] = self._chunks(joined, left)
+            left -= len(chunks[joined])
+        prefill = [span for request in self.running for span in chunks.get(request, ())]
+        decode = [Span.last(request) for request in self.running if request.missing == 1]
         return Schedule(prefill, decode) if prefill or decode else None
 
     def inputs(self, schedule: Schedule, shape: Shape) -> Bundle[list[InputBatch]]:
@@ -603,17 +606,14 @@ class Engine(EngineBase):
         return batch if self.drafts is None else batch.drafted(spans, self.drafts.lookahead, self.block_size)
 
     def launched(self, schedule: Schedule, shape: Shape, found) -> None:
-        """Takes note of a step of these tokens, given the logits of its rows, from which it samples the next tokens.
-
-        With drafts, given the tokens that have been sampled.
-        """
+        """Takes note of a step of these tokens, given what its program found; draws tokens at random, if any are."""
         rows = {**dict(enumerate(schedule.prefill)), **dict(enumerate(schedule.decode, shape.chunks))}
         if self.drafts is None:
-            greedy = all(span.request.sampling.temperature == 0 for span in rows.values())
-            likeliest, draw = self._samplers
-            tokens = self._sample(likeliest if greedy else draw, found, rows)
-            needed = any(span.samples and span.request.num_logprobs is not None for span in rows.values())
-            found = tokens, self._logprobs(found, tokens) if needed else None
+            logits, tokens = found
+            if any(span.request.sampling.temperature for span in rows.values()):
+                tokens = self._drawn(logits, rows)
+            needed = any(span.request.num_logprobs is not None and span.samples for span in rows.values())
+            found = tokens, self._logprobs(logits, tokens) if needed else None
         for array in jax.tree.leaves(found):
             array.copy_to_host_async()
         self._launched.append((found, rows))
@@ -631,21 +631,19 @@ class Engine(EngineBase):
         while len(self._launched) > (behind and self.drafts is None):
             self._read()
 
-    def _sample(self, sample, logits, rows: dict[int, Span]) -> jax.Array:
-        """Runs a program that chooses the next token of each row, and returns these tokens."""
-        self.last, drawn = sample(len(logits), logits, self.last, Bundle.of(Choices.of(rows, len(logits))))
-        return drawn
+    def _drawn(self, logits, rows: dict[int, Span]) -> jax.Array:
+        """The next token of each row, as the request's `sampling` says."""
+        choices = Bundle.of(Choices.of(rows, len(logits)))
+        self.last, tokens = self._draw(len(logits), logits, self.last, choices)
+        return tokens
 
-    def _part(self, request: Request, most: int) -> Schedule:
-        """What the next step processes of a request: its last token, or at most so many chunks."""
-        missing = request.missing
-        if missing == 0:
-            return NOTHING
-        if missing == 1:
-            return Schedule([], [Span.last(request)])
+    def _chunks(self, request: Request, most: int) -> list[Span]:
+        """The chunks of a request's prompt, at most so many, that the next step processes; none if it decodes."""
+        if request.missing <= 1:
+            return []
         end = self._end(request)
         starts = range(request.cached, end, self.chunk)[:most]
-        return Schedule([Span.of(request, start, min(self.chunk, end - start)) for start in starts], [])
+        return [Span.of(request, start, min(self.chunk, end - start)) for start in starts]
 
     def _end(self, request: Request, start: int | None = None) -> int:
         """Where the next step of a request ends at most: it has `start` cached tokens, by default as many as now."""

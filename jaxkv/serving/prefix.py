@@ -167,6 +167,8 @@ def _next_tokens(
     wanted = request.tokens[start : min(start + table.block_size, len(request.tokens)) - 1]
     best, most = pool.find_first_tokens(predecessor, wanted)
     for donor in running:
+        if not wanted or donor.tokens[start : start + 1] != wanted[:1]:
+            continue  # most have other tokens: nothing else is looked up then
         known = len(donor.keys_of(table.name))
         if known >= index and donor.predecessor(table.name, index) == predecessor:  # then all earlier tokens are equal
             count = count_common(wanted, donor.tokens[start : donor.cached])

@@ -1,12 +1,12 @@
 """The programs that the engine runs on the device.
 
-A step is two programs: all layers, and the choice of the next tokens.  Steps with requests that have log probabilities
-run a third one, `logprobs`.
+A step is one program: all layers, and the most likely token of each row.  If tokens are drawn at random, a second one
+draws them from the same logits, because it sorts the vocabulary.  Steps with requests that have log probabilities run
+one more, `logprobs`.
 
-The second one exists without random numbers too, because drawing tokens sorts the vocabulary.  The host knows which of
-them a step needs.  A branch on the device
-(`lax.cond`) would make the host wait until the branch is reached before it can launch the rest: on an H200, a step of
-256 requests and 512 prompt tokens of DeepSeek-V2-Lite took 26 ms with such a branch, and takes 16 without.
+The host knows which of them a step needs.  A branch on the device (`lax.cond`) would make the host wait until the
+branch is reached before it can launch the rest: on an H200, a step of 256 requests and 512 prompt tokens of
+DeepSeek-V2-Lite took 26 ms with such a branch, and takes 16 without.
 """
 
 from typing import Any, NamedTuple
@@ -26,25 +26,45 @@ MAX_LOGPROBS = 20
 """The most tokens per position whose log probabilities a request can have; the program computes as many."""
 
 
-def run_layers(model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]) -> tuple[KVCache, jax.Array]:
-    """The cache and the logits of each row of all batches, given the last tokens of running requests by place."""
-    return step(model, cache, *[batch.new_tokens(last) for batch in inputs.arrays()])
+class Found(NamedTuple):
+    """What a step found, one row per span."""
+
+    logits: Any
+    """float32 [B, V], after the last token of each row."""
+    tokens: Any
+    """int32 [B], the most likely token of each row; -1 if its logits are NaN."""
 
 
-def likeliest(logits, last, bundle: Bundle[Choices]) -> tuple[jax.Array, jax.Array]:
-    """The last tokens after the step, and the most likely token of each row, int32; -1 if its logits are NaN."""
-    return _kept(sampling.likeliest(logits), last, bundle.arrays())
+def run_layers(
+    model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]
+) -> tuple[KVCache, jax.Array, Found]:
+    """Runs the layers, and chooses the most likely token of each row.
+
+    Args:
+      model: the model.
+      cache: its cache.
+      last: int32 [places], the last token of each running request.
+      inputs: the batches.
+
+    Returns:
+      The cache, and `last` with the tokens of rows that sample one; and what was found of the rows of all batches.
+    """
+    batches = inputs.arrays()
+    cache, logits = step(model, cache, *[batch.new_tokens(last) for batch in batches])
+    tokens = sampling.likeliest(logits)
+    return cache, _kept(tokens, last, jnp.concatenate([batch.places for batch in batches])), Found(logits, tokens)
 
 
 def draw(logits, last, bundle: Bundle[Choices]) -> tuple[jax.Array, jax.Array]:
-    """The same with tokens that are drawn at random in rows whose temperature is not 0."""
+    """`last` and the tokens of a step, with tokens that are drawn at random in rows whose temperature is not 0."""
     choices = bundle.arrays()
     # The position of the next token is the length so far, so its random numbers do not depend on the step or the row.
-    return _kept(sampling.draw(logits, choices.sampling, choices.lengths), last, choices)
+    tokens = sampling.draw(logits, choices.sampling, choices.lengths)
+    return _kept(tokens, last, choices.places), tokens
 
 
-def _kept(tokens, last, choices: Choices) -> tuple[jax.Array, jax.Array]:
-    return last.at[choices.places].set(tokens, mode="drop"), tokens
+def _kept(tokens, last, places) -> jax.Array:
+    return last.at[places].set(tokens, mode="drop")
 
 
 class Logprobs(NamedTuple):

@@ -58,12 +58,16 @@ class Program:
 
     Args:
       function: a function of the module level.
-      donate: the name of the argument that is updated in place.
+      donate: the names of the arguments that are updated in place.
       compiler_options: options of XLA, given the size; default none.
     """
 
     def __init__(
-        self, function: Callable, *, donate: str, compiler_options: Callable[[Any], Mapping[str, Any]] | None = None
+        self,
+        function: Callable,
+        *,
+        donate: tuple[str, ...],
+        compiler_options: Callable[[Any], Mapping[str, Any]] | None = None,
     ):
         self._about = function.__module__, function.__qualname__, donate
         self._options = compiler_options or (lambda size: {})

@@ -219,7 +219,7 @@ class Lockstep:
             if engine.step_times is not None and engines[0].step_times is not None:
                 engine.step_times.measured = engines[0].step_times.measured  # by which the buckets choose
         self._sharding = NamedSharding(mesh, PartitionSpec(axis))
-        self._layers = Program(_on_devices(engines[0].program), donate="cache")
+        self._layers = Program(_on_devices(engines[0].program), donate=("cache", "last"))
 
     def step(self) -> None:
         """Launches a step of all engines, and reads the tokens of the previous ones."""
@@ -290,9 +290,9 @@ class Lockstep:
 
     def _run(self, schedules: Sequence[Schedule | None], shape: Shape) -> list[Any]:
         """Runs the layers; returns what they found for each engine's rows, on its device."""
-        cache, found = self._layers(shape, *self._inputs(schedules, shape))
-        for engine, buffer in zip(self._engines, _parts(cache.buffer), strict=True):
-            engine.cache = KVCache(buffer, cache.layout)
+        cache, last, found = self._layers(shape, *self._inputs(schedules, shape))
+        for engine, buffer, mine in zip(self._engines, _parts(cache.buffer), _parts(last), strict=True):
+            engine.cache, engine.last = KVCache(buffer, cache.layout), mine
         arrays, structure = jax.tree.flatten(found)
         return [jax.tree.unflatten(structure, mine) for mine in zip(*map(_parts, arrays), strict=True)]
 
@@ -319,14 +319,16 @@ def _parts(array: jax.Array) -> list[jax.Array]:
     return [shard.data for shard in sorted(array.addressable_shards, key=lambda shard: shard.index[0].start or 0)]
 
 
-def _on_devices(program: Callable) -> Callable[..., tuple[KVCache, Any]]:
+def _on_devices(program: Callable) -> Callable[..., tuple[KVCache, jax.Array, Any]]:
     """The program of an engine, on every device."""
 
-    def layers(model: Model, cache: KVCache, last, inputs: Bundle) -> tuple[KVCache, Any]:
-        def on_each(model: Model, cache: KVCache, last, inputs: Bundle) -> tuple[KVCache, Any]:
-            return program(replace(model, parallel=model.parallel.inside), cache, last, inputs)
+    def layers(model: Model, cache: KVCache, last, inputs: Bundle) -> tuple[KVCache, jax.Array, Any]:
+        def on_each(model: Model, cache: KVCache, last, inputs: Bundle) -> tuple[KVCache, tuple[jax.Array, Any]]:
+            cache, *rest = program(replace(model, parallel=model.parallel.inside), cache, last, inputs)
+            return cache, tuple(rest)
 
-        return model.parallel.run(on_each, model, cache, last, inputs)
+        cache, rest = model.parallel.run(on_each, model, cache, last, inputs)
+        return cache, *rest
 
     layers.__qualname__ = f"{program.__qualname__} on devices"  # by which executables are kept
     return layers

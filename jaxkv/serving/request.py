@@ -147,8 +147,9 @@ class Request:
     def missing(self) -> int:
         """The number of tokens without entries that the next steps process: 1 if the next step decodes, more if it
         prefills, and 0 if launched steps sample the last of `max_tokens`, or if blocks are being loaded."""
-        is_last = self.length == len(self.prompt) + self.max_tokens
-        return 0 if is_last or self.loading else self.length - self.cached
+        length = self.length
+        is_last = length == len(self.prompt) + self.max_tokens
+        return 0 if is_last or self.loading else length - self.cached
 
     def reset(self) -> None:
         """Forgets all but its tokens: its place, its blocks, and the steps that have been launched with it."""
@@ -169,7 +170,7 @@ class Request:
         self._finish_if_complete()
 
     def _finish_if_complete(self) -> None:
-        if self.generated and self.tokens[-1] in self.stop:
+        if len(self.tokens) > len(self.prompt) and self.tokens[-1] in self.stop:
             self.finish("stop")
         elif len(self.tokens) == len(self.prompt) + self.max_tokens:
             self.finish("length")

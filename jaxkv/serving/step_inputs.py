@@ -19,6 +19,9 @@ GREEDY = Sampling()
 ON_DEVICE = -1
 """Stands for a token that an earlier step has sampled, and that the host has not read yet."""
 
+NOWHERE = np.iinfo(np.int32).max
+"""The place of rows that sample no token."""
+
 ALIGNED = ALIGNMENT // 4
 """Words of the alignment that kernels for GPUs require."""
 
@@ -45,6 +48,12 @@ class Span(NamedTuple):
         """The last token of a request, and its drafts."""
         return cls(request, request.cached, request.length + len(request.drafts), True, request.drafts)
 
+    def row(self, columns: int) -> list[int]:
+        """Its tokens at the end of a row of `columns`; `ON_DEVICE` for the one that the host has not read yet."""
+        known = [*self.request.tokens[self.start : self.end], *self.drafts]
+        count = self.end - self.start
+        return [0] * (columns - count) + known + [ON_DEVICE] * (count - len(known))
+
 
 class Schedule(NamedTuple):
     """What a step processes."""
@@ -70,7 +79,7 @@ class InputBatch(NamedTuple):
     slot_mapping: Any
     """int32 [B, Q]; -1 for padding."""
     places: Any
-    """int32 [B], where the request's last token is kept on the device."""
+    """int32 [B], where the request's last token is kept on the device; `NOWHERE` if the row samples none."""
     drafting: Any = None
     """`Drafting` in steps with drafts."""
 
@@ -93,14 +102,12 @@ class InputBatch(NamedTuple):
             seq_lens=np.zeros(count, np.int32),
             block_tables=main if len(given) == 1 else given,
             slot_mapping=np.full((count, columns), -1, np.int32),
-            places=np.zeros(count, np.int32),
+            places=np.full(count, NOWHERE, np.int32),
         )
-        rows.places[:used] = places
+        rows.places[:used] = [place if span.samples else NOWHERE for place, span in zip(places, spans, strict=True)]
         rows.seq_lens[:used] = [span.end for span in spans]
-        for row, (request, start, end, _, drafts) in enumerate(spans):
-            first, known = columns - (end - start), [*request.tokens[start:end], *drafts]
-            rows.tokens[row, first : first + len(known)] = known
-            rows.tokens[row, first + len(known) :] = ON_DEVICE
+        # As one array of lists: each assignment to a row would take longer than making its list.
+        rows.tokens[:used] = np.asarray([span.row(columns) for span in spans], np.int32).reshape(used, columns)
         positions = rows.seq_lens[:used, None] - columns + np.arange(columns, dtype=np.int32)
         starts = np.asarray([span.start for span in spans], np.int32)[:, None]
         rows.slot_mapping[:used] = _slots(main[:used], positions, positions >= starts, block_size)
@@ -124,7 +131,7 @@ class InputBatch(NamedTuple):
     def new_tokens(self, last) -> NewTokens:
         """The batch for `models.step`, given the last token of each place, int32 [places]."""
         # The last token is -1 if its logits were NaN.  The request has ended then, but the host does not know it yet.
-        kept = jnp.maximum(last[self.places], 0)
+        kept = jnp.maximum(last.at[self.places].get(mode="clip"), 0)
         tokens = jnp.where(self.tokens == ON_DEVICE, kept[:, None], self.tokens)
         return NewTokens(tokens, self.seq_lens, self.block_tables, self.slot_mapping)
 
@@ -133,7 +140,7 @@ class Choices(NamedTuple):
     """How the next tokens are chosen, with one row for each row of all batches."""
 
     places: Any
-    """int32 [B], where the token is kept on the device; out of range if the row samples none."""
+    """int32 [B], where the token is kept on the device; `NOWHERE` if the row samples none."""
     lengths: Any
     """int32 [B], the length of the request so far."""
     sampling: SamplingBatch
@@ -142,7 +149,7 @@ class Choices(NamedTuple):
     @classmethod
     def of(cls, spans: Mapping[int, Span], count: int) -> "Choices":
         """The choices of `count` rows, given the spans by row."""
-        places = np.full(count, np.iinfo(np.int32).max, np.int32)
+        places = np.full(count, NOWHERE, np.int32)
         lengths, samplings = np.zeros(count, np.int32), [GREEDY] * count
         for row, span in spans.items():
             if span.samples:

@@ -31,6 +31,7 @@ def test_there_are_few_sizes_up_to_the_largest():
     for shape in buckets.shapes:
         assert 8 * shape.chunks + 3 * shape.requests <= 48 * 3 + 80
     assert buckets_of(1, 1).shapes == [(1, 1), (0, 1)]
+    assert {shape.chunks for shape in buckets_of(32, 64).shapes if shape.requests == 32} == {64, 32, 16, 8, 2, 0}
     assert Buckets(2, budget=99, columns=1, chunk=8, max_chunks=2).largest[0] == (2, 2)
 
 

@@ -38,7 +38,7 @@ def recorded(family, request, known=0):
 
 def limit_traces(monkeypatch, most):
     chex.clear_trace_counter()
-    for function in ("run_layers", "likeliest", "draw"):
+    for function in ("run_layers", "draw"):
         monkeypatch.setattr(program, function, chex.assert_max_traces(getattr(program, function), n=most))
 
 

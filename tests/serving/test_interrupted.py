@@ -151,7 +151,6 @@ class Toy(Served):
     sizes = Sizes(num_blocks=7, max_requests=2, chunk=7, max_num_batched_tokens=58, max_len=24)
     reached = (
         "run_layers",
-        "likeliest",
         "asarray in Engine._read",
         "copy_blocks",
         "ops.rows.read_rows",
