@@ -447,6 +447,23 @@ def server() -> str:
     return "\n".join([title, "", *lines])
 
 
+def expanded() -> str:
+    """A paragraph: the attention of a decode step with expanded keys and values, and with latents."""
+    found = read("expanded.json")
+    sizes, long, short = found["sizes"], *(found["seconds"][name] for name in ("expanded", "latents"))
+    (slow, slow_sustained), (fast, fast_sustained) = (
+        (1e3 * took["median"], 1e3 * took["sustained"]) for took in (long, short)
+    )
+    return _paragraph(
+        f"On one {found['device']} (jax {found['versions']['jax']}, {found['date']}, `{found['command']}`), "
+        f"{sizes['requests']} requests of {sizes['tokens']:,} tokens with {sizes['heads']} heads take {slow:.2f} ms "
+        f"per layer with expanded keys and values, and {fast:.3f} ms with latents ({slow_sustained:.2f} and "
+        f"{fast_sustained:.3f} sustained): latents are {slow_sustained / fast_sustained:.0f} times as fast. Their "
+        f"caches have {long['cache_bytes'] / 1e9:.1f} and {short['cache_bytes'] / 1e9:.2f} GB. With expanded keys, XLA "
+        f"reads at {long['of_reading']:.0%} of the rate that the GPU reached in the same run."
+    )
+
+
 def chain() -> str:
     """A Markdown table of the kernels of a layer."""
     return _by_hand("chain")
@@ -496,6 +513,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "engines": engines,
     "engines_h200": engines_h200,
     "server": server,
+    "expanded": expanded,
     "hot_rows": hot_rows,
     "by_hand": by_hand,
 }

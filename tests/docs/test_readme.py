@@ -234,6 +234,7 @@ TABLES = {
     "jaxkv/offload/README.md": ("hot_rows",),
     "jaxkv/serving/README.md": ("engines", "engines_h200"),
     "jaxkv/server/README.md": ("server",),
+    "notebooks/clients/latents.md": ("expanded",),
 }
 
 
