@@ -37,25 +37,46 @@ INTERPRETED_SECONDS = 240
 
 MACHINES = ("gpu", "triton", "devices")
 """Markers of tests that need devices or packages, and name what is `missing` here."""
+FURTHER = {"ci", "slow"}
+"""Markers of cases that do not run by default."""
+BY_DEFAULT = pytest.StashKey[set[str]]()
+"""The tests that have cases which run by default."""
 
 
 def pytest_addoption(parser):
     """`--one-in`, for suites of whose cases there is time for a part."""
-    text = "run one in N cases of each test, at least one and always the same ones, which a hash of their names chooses"
+    text = "run one in N cases of each test, always the same ones, which a hash of their names chooses; at least one, "
+    text += "unless these are further cases (-m ci) of a test that has others"
     parser.addoption("--one-in", type=int, default=1, metavar="N", help=text)
 
 
 def pytest_configure(config):
     """Allows engines of recorded models, which have no stop tokens: the tests run to `max_tokens`."""
+    config.stash[BY_DEFAULT] = set()
     config.addinivalue_line("filterwarnings", "ignore:the checkpoint states no stop tokens")
+
+
+def pytest_itemcollected(item):  # before -m
+    """Notes the tests that have cases which run by default."""
+    if not _is_further(item):
+        item.config.stash[BY_DEFAULT].add(_test_of(item))
+
+
+def _is_further(item) -> bool:
+    return not FURTHER.isdisjoint(mark.name for mark in item.iter_markers())
+
+
+def _test_of(item) -> str:
+    """The name of the test of which this is a case."""
+    return item.nodeid.partition("[")[0]
 
 
 @pytest.hookimpl(trylast=True)  # after -m and -k
 def pytest_collection_modifyitems(config, items):
     """Deselects the tests that cannot run on this machine, and limits the time of interpreted ones.
 
-    If `-m` asks for such a test, it is skipped with the reason.  With `--one-in N`, one in N cases of each other test
-    is kept, and at least one.
+    If `-m` asks for such a test, it is skipped with the reason.  Of each other test, one in N cases are kept with
+    `--one-in N`: at least one, unless they are all further cases of a test that has others.
     """
     selected, deselected = [], []
     for item in items:
@@ -66,17 +87,16 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(pytest.mark.skip(reason="; ".join(mark.kwargs["missing"])))
         if "interpreted" in item.fixturenames:
             item.add_marker(pytest.mark.timeout(INTERPRETED_SECONDS))
-    cases = defaultdict[str, list[str]](list)
+    cases = defaultdict[str, list[pytest.Item]](list)
     for item in selected:
-        cases[item.nodeid.partition("[")[0]].append(item.nodeid)
-    chosen = {
-        case
-        for names in cases.values()
-        for case in sorted(names, key=lambda name: zlib.crc32(name.encode()))[: -(-len(names) // config.option.one_in)]
-    }
-    deselected += [item for item in selected if item.nodeid not in chosen]
-    config.hook.pytest_deselected(items=deselected)
-    items[:] = [item for item in selected if item.nodeid in chosen]
+        cases[_test_of(item)].append(item)
+    chosen = set[pytest.Item]()
+    for test, found in cases.items():
+        has_others = test in config.stash[BY_DEFAULT] and all(map(_is_further, found))
+        count = max(len(found) // config.option.one_in, not has_others)
+        chosen.update(sorted(found, key=lambda item: zlib.crc32(item.nodeid.encode()))[:count])
+    config.hook.pytest_deselected(items=[*deselected, *(item for item in selected if item not in chosen)])
+    items[:] = [item for item in selected if item in chosen]
 
 
 def pytest_collection_finish():
