@@ -213,6 +213,7 @@ class Engine(EngineBase):
         self._layers = Program(
             self.program,
             donate=("cache", "last"),
+            keeps_first=True,
             compiler_options=lambda shape: model.compiler_options(prefill=shape.chunks > 0),
         )
         self._draw = Program(program.draw, donate=("last",))

@@ -219,7 +219,7 @@ class Lockstep:
             if engine.step_times is not None and engines[0].step_times is not None:
                 engine.step_times.measured = engines[0].step_times.measured  # by which the buckets choose
         self._sharding = NamedSharding(mesh, PartitionSpec(axis))
-        self._layers = Program(_on_devices(engines[0].program), donate=("cache", "last"))
+        self._layers = Program(_on_devices(engines[0].program), donate=("cache", "last"), keeps_first=True)
 
     def step(self) -> None:
         """Launches a step of all engines, and reads the tokens of the previous ones."""

@@ -16,6 +16,7 @@ import jaxkv
 from jaxkv import models, serving
 from jaxkv.models.parallel import exchange
 from jaxkv.models.parallel.expert import local_experts
+from jaxkv.models.sampling import Sampling, SamplingBatch
 from models.checkpoints.mtp import with_mtp
 from serving.toy_engines import join_compilers
 from support.cases import each_value, further, slow
@@ -330,8 +331,8 @@ def test_drafts(tmp_path):
     for parallel, rows in ((None, 1), (divided(4), 4)):
         model = models.load(folder, mtp=True, parallel=parallel)
         batch = [x[:rows] for x in (prompt, lengths, table, slots)]
-        options = jnp.zeros(rows), jnp.ones(rows), jnp.zeros(rows, jnp.uint32)
-        cache, hidden, sampled, _ = jax.jit(models.verify)(model, model.cache(1), *batch, *options)
+        greedy = SamplingBatch.of([Sampling()] * rows)
+        cache, hidden, sampled, _ = jax.jit(models.verify)(model, model.cache(1), *batch, greedy)
         longer = jnp.tile(jnp.arange(6), (4, 1))[:rows]
         _, drafts = jax.jit(models.draft)(model, cache, hidden, sampled, batch[1], batch[2], longer)
         found.append(np.asarray(drafts))

@@ -109,6 +109,20 @@ def test_executables_of_jaxs_own_cache_are_not_kept(tmp_path):
     assert [*(tmp_path / FOLDER).iterdir()] == []
 
 
+def scaled(model, x):
+    return model["factor"] * x
+
+
+def test_another_model_is_noticed():
+    program = Program(scaled, donate=(), keeps_first=True)
+    model = {"factor": jnp.float32(2)}
+    program.prepare("size", model, X).compile()
+    for factor in (2, 2, 3):
+        model = model if factor == 2 else {"factor": jnp.float32(factor)}
+        assert program("size", model, X).tolist() == (factor * X).tolist()
+    assert program("size", {"factor": jnp.float32(5), "more": X}, X).tolist() == (5 * X).tolist()
+
+
 def test_without_a_folder_nothing_is_kept(folder, lowered):
     jax.config.update("jax_compilation_cache_dir", None)
     run()
