@@ -58,6 +58,7 @@ SPARSE = "kernels/jaxkv_kernels/xla/sparse.py"
 MASKS = "kernels/jaxkv_kernels/mosaic_gpu/masks.py"
 SCHEDULER = "kernels/jaxkv_kernels/mosaic_gpu/tile_scheduler.py"
 COMBINE = "kernels/jaxkv_kernels/mosaic_gpu/combine.py"
+BLACKWELL = "kernels/jaxkv_kernels/mosaic_gpu/mla_dense_blackwell.py"
 BITS, FP4 = "kernels/jaxkv_kernels/formats/bits.py", "kernels/jaxkv_kernels/formats/fp4.py"
 INT8, NVFP4 = "kernels/jaxkv_kernels/formats/int8.py", "kernels/jaxkv_kernels/formats/nvfp4.py"
 FORMAT = "kernels/jaxkv_kernels/formats/format.py"
@@ -77,6 +78,7 @@ TOKEN_SCALES, INDEXER = ("tests/ops/test_xla.py::TestTokenScales",), ("tests/ops
 MERGE = ("tests/ops/test_xla.py::TestMerge",)
 PLAN = ("tests/kernels/mosaic_gpu/test_plan.py",)
 MOSAIC_MLA, MOSAIC_KV = ("tests/kernels/mosaic_gpu/test_decode_mla.py",), ("tests/kernels/mosaic_gpu/test_kv.py",)
+BLACKWELL_MLA = ("tests/kernels/mosaic_gpu/test_decode_mla_blackwell.py",)
 FORMATS = ("tests/kernels/test_formats.py",)
 SERVING = ("tests/serving/test_engine.py",)
 DRAFTS, SAMPLING_TESTS = ("tests/serving/test_engine_drafts.py",), ("tests/models/test_sampling.py",)
@@ -292,6 +294,13 @@ MUTANTS = {
             "clear(length - first_token + 1, jnp.int32(TILE))",
             MOSAIC_MLA,
         ),
+        Mutant(
+            "values of unseen tokens are not cleared (Blackwell)",
+            BLACKWELL,
+            "pl.when(masked)(lambda: self.clear_values(",
+            "pl.when(masked & ~masked)(lambda: self.clear_values(",
+            BLACKWELL_MLA,
+        ),
     ),
     "queries and scales": (
         Mutant(
@@ -379,6 +388,20 @@ MUTANTS = {
             "row_sum, acc = row_sum * factor, acc * over_columns(factor, width)",
             "row_sum = row_sum * factor",
             MOSAIC_MLA,
+        ),
+        Mutant(
+            "sums in tensor memory are not scaled to a new maximum",
+            BLACKWELL,
+            "pl.when(raised & has_sums)",
+            "pl.when(raised & ~has_sums)",
+            BLACKWELL_MLA,
+        ),
+        Mutant(
+            "the scale of a split is that of the other half",
+            BLACKWELL,
+            "refs.split_scale.at[tile.split, cta.half, cta.rows]",
+            "refs.split_scale.at[tile.split, 1 - cta.half, cta.rows]",
+            BLACKWELL_MLA,
         ),
         Mutant(
             "sums of chunks are not scaled to a new maximum",

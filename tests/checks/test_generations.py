@@ -15,6 +15,7 @@ from jaxkv.ops import OPERATIONS
 from jaxkv.testing import equivalence
 from jaxkv_kernels import generations
 from jaxkv_kernels.generations import GENERATIONS, TESTED, mark
+from jaxkv_kernels.mosaic_gpu.runtime.device import TCGEN05
 from support.available import assume_available
 from support.triton.builds import SHARED
 
@@ -27,6 +28,7 @@ DECODE = (
     jax.ShapeDtypeStruct((2,), "int32"),
 )
 OPTIONS = {"layer": 0, "scale": 0.1}
+SLOTS = jax.ShapeDtypeStruct((2, 1, 64), "int32")
 COPY = (DECODE[2], jax.ShapeDtypeStruct((3,), "int32"), jax.ShapeDtypeStruct((3,), "int32"))
 
 
@@ -95,7 +97,7 @@ def test_kernels_that_were_not_run_are_chosen_by_name_only(capability, on, repor
     on(capability)
     found = jaxkv.explain(jaxkv.decode_mla, *DECODE, **OPTIONS)
     assert found.chosen == "xla"
-    assert [*found.untried] == ["triton"]
+    assert [*found.untried] == [*["mosaic_gpu"] * (capability in TCGEN05), "triton"]
     assert f"  triton: if it is named; its kernel has not been run on compute capability {capability}" in str(found)
     call = dispatch.captured(jaxkv.decode_mla, *DECODE, **OPTIONS)
     with caplog.at_level(logging.WARNING, "jaxkv"):
@@ -104,19 +106,21 @@ def test_kernels_that_were_not_run_are_chosen_by_name_only(capability, on, repor
             assert dispatch.choose(call, "triton").name == "triton"
             assert dispatch.choose(call, ("triton", "xla")).name == "triton"
         assert not dispatch.has_kernel(call)
-    skipped, named = (record.getMessage() for record in caplog.records)
-    assert skipped.startswith("decode_mla does not run on triton: its kernel has not been run")
+    *skipped, named = (record.getMessage() for record in caplog.records)
+    for message, name in zip(skipped, found.untried, strict=True):
+        assert message.startswith(f"decode_mla does not run on {name}: its kernel has not been run")
     assert named.startswith("decode_mla runs on triton, although its kernel has not been run")
 
 
 @pytest.mark.parametrize("capability", ["10.0", "10.3"])
-def test_copies_of_mosaic_gpu_run_on_blackwell_if_they_are_named(capability, on, reports):
+def test_kernels_of_mosaic_gpu_run_on_blackwell_if_they_are_named(capability, on, reports):
     on(capability)
     found = jaxkv.explain(jaxkv.copy_blocks, *COPY)
     assert {*found.untried} == {"mosaic_gpu", "triton"}
     assert dispatch.choose(dispatch.captured(jaxkv.copy_blocks, *COPY), "mosaic_gpu").name == "mosaic_gpu"
+    assert dispatch.choose(dispatch.captured(jaxkv.decode_mla, *DECODE, **OPTIONS), "mosaic_gpu").name == "mosaic_gpu"
     with pytest.raises(NotImplementedError, match=r"needs compute capability 9\.0"):
-        dispatch.choose(dispatch.captured(jaxkv.decode_mla, *DECODE, **OPTIONS), "mosaic_gpu")
+        dispatch.choose(dispatch.captured(jaxkv.decode_mla_sparse, *DECODE[:3], SLOTS, **OPTIONS), "mosaic_gpu")
 
 
 def test_a_report_makes_what_was_right_an_ordinary_choice(on, reports):

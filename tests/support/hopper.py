@@ -7,7 +7,7 @@ from unittest import mock
 
 import pytest
 
-from jaxkv_kernels.mosaic_gpu.runtime.device import WGMMA, unavailable_reasons
+from jaxkv_kernels.mosaic_gpu.runtime.device import TCGEN05, WGMMA, unavailable_reasons
 
 
 def on_gpus(capabilities):
@@ -15,7 +15,7 @@ def on_gpus(capabilities):
     return pytest.mark.gpu(missing=tuple(unavailable_reasons(capabilities)))
 
 
-on_hopper = on_gpus(WGMMA)
+on_hopper, on_blackwell = on_gpus(WGMMA), on_gpus(TCGEN05)
 
 
 @contextmanager

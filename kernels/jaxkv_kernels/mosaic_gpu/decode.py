@@ -1,4 +1,4 @@
-"""Decode calls on Hopper: their plans, the choice of the kernel by format and rows, and the call of the kernel.
+"""Decode calls: their plans, the choice of the kernel by device, format and rows, and the call of the kernel.
 
 `decode_mla` and `decode_kv` make a plan if the call has none, run the kernel of `schedule_of`, and merge the results of
 split requests by `combine`.  A few formats of latents are decoded by the kernel of sparse attention instead
@@ -15,16 +15,24 @@ import jax.numpy as jnp
 
 from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode, token_scale_reasons
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
-from jaxkv_kernels.mosaic_gpu import gqa, mla_dense, mla_dense_swap_ab, mla_sparse, quantised_swap_ab
+from jaxkv_kernels.mosaic_gpu import (
+    gqa,
+    mla_dense,
+    mla_dense_blackwell,
+    mla_dense_swap_ab,
+    mla_sparse,
+    quantised_swap_ab,
+)
 from jaxkv_kernels.mosaic_gpu.attention_reasons import query_dtype
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.epilogue import KernelResults
 from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
 from jaxkv_kernels.mosaic_gpu.layout_reasons import table_sizes
 from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig, QuantisedMLADenseConfig
+from jaxkv_kernels.mosaic_gpu.mla_dense_blackwell import BlackwellMLAConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
 from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedSwapABConfig
-from jaxkv_kernels.mosaic_gpu.runtime.device import interpreting
+from jaxkv_kernels.mosaic_gpu.runtime.device import TCGEN05, capability, interpreting
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, Plan, make_plan, most_partitions, shares_keys
 from jaxkv_kernels.scores import too_large
@@ -45,12 +53,21 @@ def rows_of(call: DecodeCall | PlanDecode) -> int:
     return call.q_len * call.heads // call.pages.num_heads
 
 
+def is_blackwell() -> bool:
+    """Whether kernels are built for a GPU with tcgen05, on which there is one schedule."""
+    return capability() in TCGEN05
+
+
 def gathers(entry: MLAEntry | KVEntry, rows: int) -> bool:
     """Whether dense calls with `rows` rows per request run as sparse attention to all slots of the request."""
+    if is_blackwell():
+        return False
     return entry.format in GATHERED or (entry.format == "fp8_ds_mla" and rows > SWAP_AB_ROWS)
 
 
-Config = MLADenseConfig | QuantisedMLADenseConfig | MLASwapABConfig | QuantisedSwapABConfig | GQAConfig
+Config = (
+    MLADenseConfig | QuantisedMLADenseConfig | MLASwapABConfig | QuantisedSwapABConfig | GQAConfig | BlackwellMLAConfig
+)
 
 
 class Schedule:
@@ -60,6 +77,10 @@ class Schedule:
     """Requests are split at multiples of this many tokens."""
     shares_keys: ClassVar[bool] = False
     """Whether two CTAs of a cluster can share the keys of a request."""
+
+    def ctas(self, heads: int, rows: int) -> int:
+        """CTAs that walk each partition of a plan: one per KV head and tile of rows."""
+        return heads * -(-rows // TILE)
 
     def default_config(self, entry: Any, rows: int) -> Config:
         """The default configuration."""
@@ -158,8 +179,28 @@ class QuantisedGQA(Schedule):
         return quantised_swap_ab.attend(call, call.plan, queries, config, interpret=interpret)
 
 
+class MLADenseBlackwell(Schedule):
+    """Latents on Blackwell, in tiles of 128 rows and halves of their columns."""
+
+    step = TILE
+
+    def ctas(self, heads: int, rows: int) -> int:
+        return heads * mla_dense_blackwell.HALVES * mla_dense_blackwell.row_tiles(rows)
+
+    def default_config(self, entry: Any, rows: int) -> Config:
+        return BlackwellMLAConfig()
+
+    def unsupported_reasons(self, call: DecodeCall | PlanDecode, rows: int) -> Iterator[str]:
+        return mla_dense_blackwell.unsupported_reasons(call)
+
+    def attend(self, call: DecodeMLA, queries, config, *, interpret: bool) -> KernelResults:
+        return mla_dense_blackwell.attend(call, queries, config, interpret=interpret)
+
+
 def schedule_of(entry: MLAEntry | KVEntry, rows: int) -> Schedule:
     """The schedule of a `decode_mla` or `decode_kv` call, unless it runs `gathers`."""
+    if is_blackwell():
+        return MLADenseBlackwell()
     if isinstance(entry, KVEntry):
         return QuantisedGQA() if entry.quantised else GQA()
     if rows > SWAP_AB_ROWS:
@@ -205,11 +246,11 @@ def plan_decode(call: PlanDecode | DecodeCall) -> Plan:
         return mla_sparse.plan_from_pages(call)
     schedule = schedule_of(call.entry, rows)
     config = configuration(schedule.default_config(call.entry, rows))
-    row_tiles = call.pages.num_heads * -(-rows // TILE)
-    partitions = most_partitions(row_tiles)
+    ctas = schedule.ctas(call.pages.num_heads, rows)
+    partitions = most_partitions(ctas)
     costs, shared = config.split_costs, False
     # A batch-invariant plan must not depend on how many requests there are.
-    if schedule.shares_keys and row_tiles == 1 and not call.batch_invariant:
+    if schedule.shares_keys and ctas == 1 and not call.batch_invariant:
         shared = shares_keys(call.seq_lens.size, partitions)
     if shared:
         partitions, costs = partitions // CTAS, costs.of_shared_steps()

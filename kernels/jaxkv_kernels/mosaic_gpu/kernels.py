@@ -24,7 +24,7 @@ from jaxkv_kernels.mosaic_gpu import (
 )
 from jaxkv_kernels.mosaic_gpu.decode import GATHERED
 from jaxkv_kernels.mosaic_gpu.runtime import device
-from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, CLOCK, REDUX, WGMMA
+from jaxkv_kernels.mosaic_gpu.runtime.device import BULK_COPIES, CLOCK, DECODE, REDUX, WGMMA
 from jaxkv_kernels.mosaic_gpu.runtime.stamp import stamp
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import Plan
 from jaxkv_kernels.xla.masked import decode_by_parts, plan_by_parts, reasons_by_parts
@@ -96,11 +96,11 @@ class MosaicGPU(Kernels):
     def read_indexer_k(self, call: calls.ReadIndexerK) -> jax.Array:
         return self.gather_indexer_k(call.gather())
 
-    @supports({**_MLA, **_KV}, reasons_by_parts(decode.plan_unsupported_reasons), _on(WGMMA))
+    @supports({**_MLA, **_KV}, reasons_by_parts(decode.plan_unsupported_reasons), _on(DECODE))
     def plan_decode(self, call: calls.PlanDecode) -> Plan | tuple[Plan, ...]:
         return plan_by_parts(call, decode.plan_decode)
 
-    @supports(_MLA, reasons_by_parts(decode.mla_unsupported_reasons), _on(WGMMA))
+    @supports(_MLA, reasons_by_parts(decode.mla_unsupported_reasons), _on(DECODE))
     def decode_mla(self, call: calls.DecodeMLA) -> tuple[jax.Array, jax.Array]:
         return decode_by_parts(call, decode.decode_mla)
 

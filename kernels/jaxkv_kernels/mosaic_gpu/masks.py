@@ -29,16 +29,16 @@ class Ends(NamedTuple):
 
 def apply_mask(
     scores, table: PageTable, request, first_token, first_row, ends: Ends, *, tokens, heads, keys: int,
-    window: int | None = None, ahead: int | None = 0,
+    window: int | None = None, ahead: int | None = 0, tile: plgpu.Layout = WGMMA,
 ):  # fmt: skip
     """`scores` with MASKED where a row does not see the key.
 
     A row sees keys in valid blocks, up to `ahead` tokens after its own and, with a window, the last `window` up to its
     own.  Keys lie along axis `keys`, rows along the other one.  Each of the `tokens` query tokens has `heads`
-    consecutive rows.
+    consecutive rows.  `tile` is the layout of the scores.
     """
-    token = plgpu.broadcasted_iota(jnp.int32, scores.shape, keys, layout=WGMMA) + first_token
-    row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1 - keys, layout=WGMMA) + first_row
+    token = plgpu.broadcasted_iota(jnp.int32, scores.shape, keys, layout=tile) + first_token
+    row = plgpu.broadcasted_iota(jnp.int32, scores.shape, 1 - keys, layout=tile) + first_row
     own = ends.queries - tokens + row // heads
     if ahead is not None:
         scores = jnp.where((token - ahead if ahead else token) <= own, scores, MASKED)

@@ -15,11 +15,11 @@ from functools import reduce
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.mosaic_gpu.runtime.registers import (
-    COLUMN,
     LANE_COLUMNS,
-    ROW,
+    WGMMA,
     any_positive,
     filled,
     fold_columns,
@@ -54,10 +54,12 @@ class OnlineSoftmax:
     interpret: bool
     max_over_keys: Callable[[jax.Array], jax.Array] | None = None
     """Replaces Pallas's maximum over axis 0, whose scratch memory only one warpgroup may use at a time."""
+    tile: plgpu.Layout = WGMMA
+    """The layout of tiles of scores."""
 
     def empty_max(self, rows: int):
         """The initial running max of `rows` rows."""
-        return filled(ROW if self.keys == 1 else COLUMN, EMPTY, rows)
+        return filled(self.tile.reduce(self.keys), EMPTY, rows)
 
     def update_max(self, scores, running_max, on_raise=None):
         """The running max after a tile of `scores`.  If it was raised, `on_raise` is called with it."""
@@ -72,7 +74,7 @@ class OnlineSoftmax:
 
     def rescale(self, old_max, new_max, *sums):
         """Rescales `sums` from `old_max` to `new_max`.  The two are nearly always equal."""
-        changed = any_positive(new_max - old_max, interpret=self.interpret)
+        changed = any_positive(new_max - old_max, interpret=self.interpret, tile=self.tile)
         return lax.cond(changed, lambda: self._multiply(jnp.exp2(old_max - new_max), sums), lambda: sums)
 
     def update(self, scores, running_max, *sums):
@@ -119,7 +121,7 @@ class OnlineSoftmax:
             above = fold_columns(jnp.maximum, scores) - over_columns(limit, LANE_COLUMNS)
         else:
             above = scores - over_rows(limit, scores.shape[0])
-        return any_positive(above, interpret=self.interpret, warpgroup=self.keys == 0)
+        return any_positive(above, interpret=self.interpret, warpgroup=self.keys == 0, tile=self.tile)
 
     def _raise(self, scores, running_max):
         found = scores.max(axis=self.keys) if self.max_over_keys is None else self.max_over_keys(scores)

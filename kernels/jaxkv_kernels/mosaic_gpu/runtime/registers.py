@@ -17,8 +17,11 @@ COLUMN = plgpu.Layout.WGMMA.reduce(0)
 """One value per column of a WGMMA tile."""
 SCALAR = plgpu.Layout.WG_SPLAT
 """One value, the same in all lanes of a warp."""
+TCGEN05 = plgpu.Layout.TCGEN05
+"""The layout of tiles of 128 rows in tensor memory.  A quad of lanes shares a row, as in WGMMA, but a warp has 32 rows
+instead of 16: those that it can load from tensor memory."""
 LANE_COLUMNS = 8
-"""The number of columns after `fold_columns`: each lane of a WGMMA tile holds two of every eight columns."""
+"""The number of columns after `fold_columns`: each lane of such tiles holds two of every eight columns."""
 
 
 def filled(layout, value: float, *shape: int) -> jax.Array:
@@ -50,15 +53,20 @@ def store(to, x: jax.Array) -> None:
 
 
 def fold_columns(op: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
-    """Reduces the columns of a WGMMA tile by `op` to LANE_COLUMNS.  Each lane reduces its own, without shuffles."""
+    """Reduces the columns of a WGMMA or TCGEN05 tile by `op` to LANE_COLUMNS.
+
+    Each lane reduces its own, without shuffles.
+    """
     while x.shape[1] > LANE_COLUMNS:
         half = x.shape[1] // 2
         x = op(x[:, :half], x[:, half:])
     return x
 
 
-def any_positive(x: jax.Array, *, interpret: bool, warpgroup: bool = False) -> jax.Array:
+def any_positive(x: jax.Array, *, interpret: bool, warpgroup: bool = False, tile: plgpu.Layout = WGMMA) -> jax.Array:
     """Whether any value of a register array that the calling warp holds is positive; results of warps may differ.
+
+    `x` is a tile of this layout, or has one value per row of such a tile.
 
     With `warpgroup`, whether any value of the whole array is positive.  The warps of the warpgroup then wait for each
     other.
@@ -67,7 +75,7 @@ def any_positive(x: jax.Array, *, interpret: bool, warpgroup: bool = False) -> j
         return (x > 0).any()
     from jax.experimental.mosaic import gpu as mgpu
 
-    layout = WGMMA if x.ndim == 2 else ROW
+    layout = tile if x.ndim == 2 else tile.reduce(1)
 
     @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct((), jnp.dtype(jnp.int32), layout=SCALAR))
     def vote(_, x):

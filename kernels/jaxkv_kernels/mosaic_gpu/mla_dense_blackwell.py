@@ -1,0 +1,632 @@
+"""MLA decode on Blackwell (sm_100a, sm_103a): tcgen05 products of 128 rows by 64 keys, with half of the output per CTA.
+
+The kernel has not run on a GPU: it is compiled by the real compilers, and interpreted.  Nothing has been measured, and
+no number has been tuned.
+
+Work.  A tile is 128 rows (query tokens x heads of a request) by 64 keys.  The float32 sums of 128 rows by 512 columns
+would fill the tensor memory of a multiprocessor, so a CTA has one half of the columns of its rows, its "own" half, and
+computes the scores of its rows from whole keys.  It walks its partition of the plan: work tiles, each a range of key
+tiles of a request.  Both halves of a tile of rows walk the same partition, so one of them should find most keys in the
+L2 cache.
+
+A CTA has three warpgroups: `Producer`, `Multiplier` and `Softmax` are the columns of the timeline.  All products are
+issued by one thread of the multiplier.  Timeline of key tile i, downwards.  `->` names the barrier that a line waits
+for; an arrival by TMA or by tcgen05 comes when the copies or the products in front of it are complete.
+
+    producer                       multiplier                            softmax
+    own half of Ki                 S = Q Ki'        -> s_free, own_full, part_full
+      (-> own_free)                  each part of Ki arrives part_free
+    rotary keys, then the other      then arrives s_full
+      half of Ki, in 5 parts                                             S to registers       -> s_full
+      (-> part_free)               S = Q K(i+1)'    (-> s_free, ...)       arrives s_free
+                                                                         softmax
+                                                                         rescale O, store P   -> o_full of tile i - 1
+                                                                           arrive p_full
+                                   O += P Ki own    -> p_full
+                                     arrives own_free and o_full
+
+So the tensor cores compute the scores of tile i + 1 during the softmax of tile i, and S and P need one place each.
+Sums in tensor memory are rescaled only if a running maximum was raised (`softmax.py`).  If a tile needs a mask, the
+softmax warpgroup masks scores, and zeroes the values of unseen tokens in the own half of the keys: after s_full,
+nothing but O += P Ki reads them.
+
+Around the key tiles of a work tile:
+
+    producer                       multiplier                            softmax
+    after the first key tile:
+    own half of Q   (-> q_free)
+    rotary queries                 own half of Q to tensor memory
+                                     (-> q_landed), arrives q_copied
+    other half of Q, in the same
+      place         (-> q_copied)  the key tiles    -> q_full
+                                                                         O to the place of Q, then to device memory
+                                                                           (-> o_full); once TMA has read it,
+                                                                           arrives q_free
+
+The multiplier copies the own half of the queries to tensor memory (tcgen05.cp), from where it is multiplied.  Otherwise
+queries would take 144 KiB of shared memory, and there would be room for a single tile of keys.  These products also
+read less shared memory: 2 KiB of keys for 128 x 64 x 16, but not 4 KiB of queries.
+
+Barriers (mbarriers), and how many arrivals complete them.  `tc` ones also order accesses to tensor memory.
+    q_landed           the own half of the queries has landed (1)
+    q_copied   tc      it is in tensor memory (1)
+    q_full             the other half and the rotary queries have landed (2)
+    q_free             all products with the queries are complete, and TMA has read the results from their place (1)
+    own_full[s]        the own half of a key tile has landed in stage s (1 per page)
+    own_free[s] tc     it has been multiplied with P (1)
+    part_full[s]       a part of a key tile has landed in stage s (1 per page)
+    part_free[s] tc    it has been multiplied with the queries (1)
+    s_full     tc      S is complete (1)
+    s_free     tc      S is in registers (1)
+    p_full     tc      P is in tensor memory, O is rescaled, and values of unseen tokens are zero (1)
+    o_full     tc      O contains the products with P (1); so P may be overwritten, and O may be read and rescaled
+A warpgroup must wait for every completion of a barrier that it waits on, because Pallas keeps one phase bit per barrier
+and warpgroup.  So the producer and the multiplier also wait for the last ones before a CTA ends.
+
+The kernel is compiled without the barriers that Mosaic GPU inserts by default (`auto_barriers`).  What a thread stores
+to shared memory is visible to TMA and tcgen05 after `commit_smem`; what it stores to tensor memory, after
+`commit_tmem`.
+
+Budget.  Tensor memory: O 256 columns, own half of Q 128, S 64, P 32, together 480 of 512.  Shared memory: Q 64 KiB +
+rotary queries 16 KiB + own halves of three key tiles 96 KiB + six parts of keys 48 KiB = 224 KiB of 227.  Registers:
+240 per lane of the softmax warpgroup, which holds a tile of scores in 64, and 128 of the others; ptxas reports 168,
+what a lane has before `set_max_registers`.  The loop over key tiles has no spills.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
+from jaxkv_kernels.formats.entries import MLAEntry
+from jaxkv_kernels.mosaic_gpu import masks
+from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes
+from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
+from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores
+from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, named, pdl_launch_dependents
+from jaxkv_kernels.mosaic_gpu.runtime.registers import (
+    LANE_COLUMNS,
+    TCGEN05,
+    any_positive,
+    filled,
+    fold_columns,
+    over_columns,
+    store,
+)
+from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
+from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, ROPE, TILE
+from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import PAIR_COSTS, SplitCosts, WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
+
+FORMATS = ("bf16", "f16")
+"""The formats of entries that the kernel supports."""
+ROWS = 128
+"""Rows of a tile: the lanes of tensor memory."""
+HALVES = LATENT // HALF
+"""CTAs per tile of rows: each has half of the columns."""
+PART = 64
+"""Columns of a part of a key tile: one tile of swizzled shared memory."""
+OWN_STAGES, PART_STAGES = 3, 6
+"""Own halves of key tiles in shared memory, and parts of the rest.
+
+An own half stays until it is multiplied with P, after the scores of the next key tile: two are in use, and one lands.
+A part is free once it is multiplied with the queries.  With one stage more than a tile has parts, its copy has about
+the time of a whole key tile.
+"""
+PARTS = (ROPE + LATENT - HALF) // PART
+SOFTMAX_REGISTERS, OTHER_REGISTERS = 240, 128
+"""Registers per lane of the softmax warpgroup, and of the other two."""
+O_COLUMNS = 64
+"""Columns of O that are in registers at once."""
+COSTS = SplitCosts(
+    least=2, overhead=2 * PAIR_COSTS.overhead, combining=2 * PAIR_COSTS.combining, split=2 * PAIR_COSTS.split
+)
+"""PAIR_COSTS in steps of a single tile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlackwellMLAConfig:
+    """`decode_mla` on Blackwell.  Nothing has been measured there: the numbers are those of Hopper's kernel."""
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "rescale_threshold": THRESHOLDS,
+        "split_costs": tuple(replace(COSTS, overhead=overhead) for overhead in (2, 4, 8)),
+    }
+
+    rescale_threshold: int = 8
+    """As in MLADenseConfig.  Here a rescale reads and writes the sums in tensor memory."""
+    split_costs: SplitCosts = COSTS
+
+    def __post_init__(self):
+        check_threshold(self)
+
+
+def row_tiles(rows: int) -> int:
+    """Tiles of rows of a request with `rows` rows."""
+    return -(-rows // ROWS)
+
+
+def unsupported_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
+    """Reasons against attending to the entries of this call."""
+    entry = call.entry
+    if not isinstance(entry, MLAEntry):
+        yield f"entries of kind {type(entry).__name__} on Blackwell: supports MLAEntry"
+    elif entry.format not in FORMATS:
+        yield f"entries of format {entry.format!r} on Blackwell: supports {' and '.join(FORMATS)}"
+    else:
+        yield from latent_sizes(entry)
+        yield from block_sizes(call.pages)
+        yield from origins(call.pages, call.buffer)
+
+
+def attend(
+    call: DecodeMLA, queries: Sequence[jax.Array], config: BlackwellMLAConfig, *, interpret: bool
+) -> KernelResults:
+    """Results of whole requests and splits, by the plan of `call`.
+
+    `queries` are those of `call` as [B, rows, 512] and [B, rows, 64], with a multiple of 8 rows.
+    """
+    return MLADenseBlackwell(call, queries, config, interpret=interpret).run()
+
+
+class Operands(NamedTuple):
+    """The arrays that the kernel reads; in the kernel, references to them."""
+
+    q: Any
+    """Queries [B, rows, 512]."""
+    qr: Any
+    """Rotary queries [B, rows, 64]."""
+    kv: Any
+    """The cache, in the view of `token_rows`."""
+    block_tables: Any
+    layer: Any
+    """int32 [1]."""
+    scale: Any
+    """The softmax scale, float32 [1]."""
+    partitions: Any
+    """Of the plan, like the next two."""
+    work_tiles: Any
+    split_requests: Any
+
+
+class Scratch(NamedTuple):
+    """Tensor memory, shared memory, and the barriers of the table at the head of this file."""
+
+    o: Any
+    """Sums of weighted values, float32 [128, 256]."""
+    q_own: Any
+    """The own half of the queries [128, 256]."""
+    s: Any
+    """Scores, float32 [128, 64]."""
+    p: Any
+    """Weights [128, 64]."""
+    q: Any
+    """Shared memory: a half of the queries, and then of the results [128, 256]."""
+    qr: Any
+    """Rotary queries [128, 64]."""
+    own: Any
+    """Own halves of key tiles [stages, 64, 256]."""
+    parts: Any
+    """Parts of the rest of key tiles [stages, 64, 64]."""
+    q_landed: Any
+    q_copied: Any
+    q_full: Any
+    q_free: Any
+    own_full: Any
+    own_free: Any
+    part_full: Any
+    part_free: Any
+    s_full: Any
+    s_free: Any
+    p_full: Any
+    o_full: Any
+
+
+class MLADenseBlackwell:
+    """The kernel for calls of these shapes: its sizes, its memory, and its launch."""
+
+    def __init__(self, call: DecodeMLA, queries: Sequence[jax.Array], config: BlackwellMLAConfig, *, interpret: bool):
+        self.call, self.plan, self.interpret = call, call.plan, interpret
+        self.q, self.qr = queries
+        self.batch, self.rows, _ = self.q.shape
+        _, self.tokens, self.heads, _ = call.q_latent.shape
+        self.buffer, self.pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
+        self.view = token_rows(self.pages)
+        self.row_tiles = row_tiles(self.rows)
+        self.dtype = self.q.dtype
+        self.softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret, tile=TCGEN05)
+
+    def run(self) -> KernelResults:
+        """Launches a CTA per partition of the plan, tile of rows and half of the columns."""
+        call, plan = self.call, self.plan
+        (results,) = kernel(
+            self.cta,
+            interpret=self.interpret,
+            auto_barriers=False,
+            out_type=(self.result_types(),),
+            grid=(HALVES * self.row_tiles, plan.num_partitions),
+            grid_names=("half", "partition"),
+            num_threads=3,
+            thread_name="wg",
+            kernel_name="decode_mla",
+            scratch_types=self.scratch_types()._asdict(),
+        )(
+            Operands(
+                q=self.q,
+                qr=self.qr,
+                kv=self.view.of(self.buffer),
+                block_tables=call.block_tables,
+                layer=jnp.reshape(call.layer, (1,)),
+                scale=jnp.reshape(call.scale, (1,)),
+                partitions=plan.partitions,
+                work_tiles=plan.work_tiles,
+                split_requests=plan.split_requests,
+            )
+        )
+        return results
+
+    def result_types(self) -> KernelResults:
+        """Shapes and dtypes of the results."""
+        stored = self.row_tiles * ROWS  # in the arrays with a value per row, whose stores are not clipped
+        return result_types(
+            (self.batch,),
+            self.plan.max_splits,
+            self.dtype,
+            rows=self.rows,
+            width=LATENT,
+            lse=stored,
+            split_lse=stored,
+            scales=HALVES,
+        )
+
+    def scratch_types(self) -> Scratch:
+        """Types of the scratch memory."""
+        dtype, copies = self.dtype, copies_per_tile(self.pages)
+        ordering = partial(plgpu.Barrier, orders_tensor_core=True)
+        return Scratch(
+            o=plgpu.TMEM((ROWS, HALF), jnp.float32),
+            q_own=plgpu.TMEM((ROWS, HALF), dtype, packed=True),
+            s=plgpu.TMEM((ROWS, TILE), jnp.float32),
+            p=plgpu.TMEM((ROWS, TILE), dtype, packed=True),
+            q=swizzled(ROWS, HALF, dtype=dtype),
+            qr=swizzled(ROWS, ROPE, dtype=dtype),
+            own=swizzled(OWN_STAGES, TILE, HALF, dtype=dtype),
+            parts=swizzled(PART_STAGES, TILE, PART, dtype=dtype),
+            q_landed=plgpu.Barrier(),
+            q_copied=ordering(),
+            q_full=plgpu.Barrier(num_arrivals=2),
+            q_free=plgpu.Barrier(),
+            own_full=plgpu.Barrier(num_arrivals=copies, num_barriers=OWN_STAGES),
+            own_free=ordering(num_barriers=OWN_STAGES),
+            part_full=plgpu.Barrier(num_arrivals=copies, num_barriers=PART_STAGES),
+            part_free=ordering(num_barriers=PART_STAGES),
+            s_full=ordering(),
+            s_free=ordering(),
+            p_full=ordering(),
+            o_full=ordering(),
+        )
+
+    def cta(self, operands: Operands, results: KernelResults, **scratch) -> None:
+        """What a CTA runs."""
+        pdl_launch_dependents(operands.split_requests, interpret=self.interpret)
+        index, partition, wg = (lax.axis_index(axis) for axis in ("half", "partition", "wg"))
+        half, row_tile = lax.rem(index, jnp.int32(HALVES)), lax.div(index, jnp.int32(HALVES))
+        cta = CTA(self, operands, results, named(Scratch, scratch), partition, half, row_tile * ROWS)
+        producer, multiplier, softmax = Producer(cta), Multiplier(cta), Softmax(cta)
+        lax.cond(wg == 0, softmax.run, lambda: lax.cond(wg == 1, multiplier.run, producer.run))
+
+
+@dataclass(frozen=True)
+class CTA:
+    """What the warpgroups of a CTA share."""
+
+    kernel: MLADenseBlackwell
+    operands: Operands
+    results: KernelResults
+    scratch: Scratch
+    partition: Any
+    half: Any
+    """The index of its own half of the columns."""
+    first_row: Any
+    """The first row of its tile."""
+
+    @property
+    def table(self) -> PageTable:
+        """The block table."""
+        return PageTable(self.operands.block_tables, self.kernel.pages)
+
+    @property
+    def rows(self) -> pl.Slice:
+        """Its rows."""
+        return pl.ds(self.first_row, ROWS)
+
+    def columns(self, half) -> pl.Slice:
+        """The columns of a half."""
+        return pl.ds(pl.multiple_of(half * HALF, HALF), HALF)
+
+    def load_layer(self):
+        """The layer, and whether it is in the cache."""
+        layer = self.operands.layer[0]
+        return layer, (layer >= 0) & (layer < self.kernel.pages.num_layers)
+
+    def walk(self, work_tile):
+        """Calls `work_tile(tile, used, is_first)` for each work tile, after `used` key tiles of others.
+
+        Returns how many key tiles there are.
+        """
+        first, end, tile = load_work_range(self.operands.partitions, self.partition)
+
+        def step(n, carry):
+            used, tile = carry
+            next_tile = load_work_tile(self.operands.work_tiles, n + 1)  # the loads proceed during this work tile
+            work_tile(tile, used, n == first)
+            return used + (tile.end - tile.begin), next_tile
+
+        used, _ = lax.fori_loop(first, end, step, (jnp.int32(0), tile))
+        return used
+
+    def first_token(self, tile: WorkTile, i):
+        """The position of the first token of key tile `i`."""
+        token = i * TILE
+        return token if self.kernel.call.window is None else tile.origin + token
+
+
+class Producer:
+    """The warpgroup that copies queries and keys to shared memory."""
+
+    def __init__(self, cta: CTA):
+        self.cta, self.kernel, self.scratch = cta, cta.kernel, cta.scratch
+        self.paged: PagedKeys
+        """Set by `run`, since the layer is loaded."""
+
+    def run(self) -> None:
+        """Walks the work tiles of the CTA."""
+        plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
+        layer, in_cache = self.cta.load_layer()
+        layer = jnp.where(in_cache, layer, 0)
+        self.paged = PagedKeys(self.cta.operands.kv, self.kernel.view, self.cta.table, layer)
+        used = self.cta.walk(self.work_tile)
+        pl.when(used > 0)(lambda: self.wait_for_last_use(used))
+
+    def work_tile(self, tile: WorkTile, used, is_first) -> None:
+        """Fetches the keys and the queries of a work tile, after `used` key tiles of others."""
+
+        def step(i, found):
+            ahead = self.look_up(tile, i + 1)  # the loads proceed while the producer waits for free stages
+            self.fetch(found, tile, i, used + (i - tile.begin))
+            pl.when(i == tile.begin)(lambda: self.fetch_queries(tile.request, is_first))
+            return ahead
+
+        lax.fori_loop(tile.begin, tile.end, step, self.look_up(tile, tile.begin))
+
+    def look_up(self, tile: WorkTile, i):
+        """The blocks of key tile `i`."""
+        return self.paged.look_up(tile.request, self.cta.first_token(tile, i))
+
+    def fetch(self, found, tile: WorkTile, i, used) -> None:
+        """Fetches key tile `i`, once its stages are free."""
+        cta, scratch, first_token = self.cta, self.scratch, self.cta.first_token(tile, i)
+        stage = lax.rem(used, jnp.int32(OWN_STAGES))
+        pl.when(used >= OWN_STAGES)(lambda: plgpu.barrier_wait(scratch.own_free.at[stage]))
+        own = Columns(cta.half * HALF, HALF, scratch.own.at[stage], scratch.own_full.at[stage])
+        self.paged.fetch(found, first_token, own)
+        for n in range(PARTS):
+            number = used * PARTS + n
+            stage = lax.rem(number, jnp.int32(PART_STAGES))
+            column = LATENT if n == 0 else (1 - cta.half) * HALF + (n - 1) * PART
+            pl.when(number >= PART_STAGES)(lambda stage=stage: plgpu.barrier_wait(scratch.part_free.at[stage]))
+            part = Columns(column, PART, scratch.parts.at[stage], scratch.part_full.at[stage])
+            self.paged.fetch(found, first_token, part)
+
+    def fetch_queries(self, request, is_first) -> None:
+        """Fetches the queries of a request, once those of the work tile before are no longer needed."""
+        cta, operands, scratch = self.cta, self.cta.operands, self.scratch
+        pl.when(~is_first)(lambda: plgpu.barrier_wait(scratch.q_free))
+        own, other = (operands.q.at[request, cta.rows, cta.columns(half)] for half in (cta.half, 1 - cta.half))
+        plgpu.copy_gmem_to_smem(own, scratch.q, scratch.q_landed)
+        plgpu.copy_gmem_to_smem(operands.qr.at[request, cta.rows], scratch.qr, scratch.q_full)
+        plgpu.barrier_wait(scratch.q_copied)
+        plgpu.copy_gmem_to_smem(other, scratch.q, scratch.q_full)
+
+    def wait_for_last_use(self, used) -> None:
+        """Waits for the last use of each stage, after `used` key tiles, and of the queries."""
+        plgpu.barrier_wait(self.scratch.q_free)
+        for free, stages, number in (
+            (self.scratch.own_free, OWN_STAGES, used),
+            (self.scratch.part_free, PART_STAGES, used * PARTS),
+        ):
+            for stage in range(stages):
+                pl.when(number > stage)(lambda barrier=free.at[stage]: plgpu.barrier_wait(barrier))
+
+
+class Multiplier:
+    """The warpgroup that issues all products."""
+
+    def __init__(self, cta: CTA):
+        self.cta, self.scratch = cta, cta.scratch
+
+    def run(self) -> None:
+        """Walks the work tiles of the CTA."""
+        plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
+        used = self.cta.walk(self.work_tile)
+        pl.when(used > 0)(lambda: plgpu.barrier_wait(self.scratch.s_free))
+
+    def work_tile(self, tile: WorkTile, used, is_first) -> None:
+        """Issues the products of a work tile, after `used` key tiles of others."""
+        del is_first
+        scratch = self.scratch
+        plgpu.barrier_wait(scratch.q_landed)
+        plgpu.async_copy_smem_to_tmem(scratch.q, scratch.q_own)
+        plgpu.tcgen05_commit_arrive(scratch.q_copied)
+
+        def step(i, _):
+            number = used + (i - tile.begin)
+            pl.when(i < tile.end)(lambda: self.multiply_queries(number, i == tile.begin))
+            pl.when(i > tile.begin)(lambda: self.add_values(number - 1, i - 1 > tile.begin))
+
+        lax.fori_loop(tile.begin, tile.end + 1, step, None)
+
+    def multiply_queries(self, used, is_first) -> None:
+        """S = Q K' for the key tile that follows `used` others; `is_first`: in its work tile."""
+        scratch = self.scratch
+        pl.when(used > 0)(lambda: plgpu.barrier_wait(scratch.s_free))
+        stage = lax.rem(used, jnp.int32(OWN_STAGES))
+        plgpu.barrier_wait(scratch.own_full.at[stage])
+        plgpu.tcgen05_mma(scratch.s, scratch.q_own, scratch.own.at[stage].transpose((1, 0)), accumulate=False)
+        pl.when(is_first)(lambda: plgpu.barrier_wait(scratch.q_full))
+        for n in range(PARTS):
+            stage = lax.rem(used * PARTS + n, jnp.int32(PART_STAGES))
+            plgpu.barrier_wait(scratch.part_full.at[stage])
+            q = scratch.qr if n == 0 else scratch.q.at[:, pl.ds((n - 1) * PART, PART)]
+            part, free = scratch.parts.at[stage].transpose((1, 0)), scratch.part_free.at[stage]
+            plgpu.tcgen05_mma(scratch.s, q, part, free, accumulate=True)
+        plgpu.tcgen05_commit_arrive(scratch.s_full)
+
+    def add_values(self, used, accumulate) -> None:
+        """O = P V, or with `accumulate` O += P V, for the key tile that follows `used` others."""
+        scratch = self.scratch
+        stage = lax.rem(used, jnp.int32(OWN_STAGES))
+        plgpu.barrier_wait(scratch.p_full)
+        plgpu.tcgen05_mma(
+            scratch.o, scratch.p, scratch.own.at[stage], scratch.own_free.at[stage], accumulate=accumulate
+        )
+        plgpu.tcgen05_commit_arrive(scratch.o_full)
+
+
+class Softmax:
+    """The warpgroup that turns scores into weights, rescales sums, and stores results."""
+
+    def __init__(self, cta: CTA):
+        self.cta, self.kernel, self.scratch, self.softmax = cta, cta.kernel, cta.scratch, cta.kernel.softmax
+        # Set by `run`, since they are loaded.
+        self.scale: Any
+        self.in_cache: Any
+
+    def run(self) -> None:
+        """Walks the work tiles of the CTA."""
+        plgpu.set_max_registers(SOFTMAX_REGISTERS, action="increase")
+        self.scale = self.cta.operands.scale[0] * LOG2E
+        _, self.in_cache = self.cta.load_layer()
+        self.cta.walk(self.work_tile)
+
+    def work_tile(self, tile: WorkTile, used, is_first) -> None:
+        """Attends to the keys of a work tile, after `used` key tiles of others, and stores the result."""
+        del is_first
+        ends, unmasked = masks.seen_tokens(tile, self.in_cache, TILE, self.kernel.call.window)
+
+        def step(i, carry):
+            return self.key_tile(tile, ends, i, used + (i - tile.begin), masks.is_masked(unmasked, i), *carry)
+
+        start = self.softmax.empty_max(ROWS), filled(TCGEN05, 0, ROWS, LANE_COLUMNS)
+        running_max, row_sum = lax.fori_loop(tile.begin, tile.end, step, start)
+        plgpu.barrier_wait(self.scratch.o_full)
+        self.store(tile, running_max, row_sum)
+        plgpu.barrier_arrive(self.scratch.q_free)
+
+    def key_tile(self, tile: WorkTile, ends: masks.Ends, i, used, masked, old_max, row_sum):
+        """The weights of a key tile: the column of this warpgroup in the timeline."""
+        scratch, softmax = self.scratch, self.softmax
+        s = self.scores(tile, ends, i, masked)
+        running_max = softmax.update_max(s, old_max)
+        weights = softmax.weights(s, running_max)
+        (row_sum,) = softmax.rescale(old_max, running_max, row_sum)
+        row_sum += fold_columns(jnp.add, weights)
+
+        # Accesses to tensor memory are waited for by the whole warpgroup, so all of its warps take the same branch.
+        raised = any_positive(running_max - old_max, interpret=self.kernel.interpret, warpgroup=True, tile=TCGEN05)
+        has_sums = i > tile.begin
+        pl.when(has_sums)(lambda: plgpu.barrier_wait(scratch.o_full))
+        pl.when(raised & has_sums)(lambda: self.rescale_sums(jnp.exp2(old_max - running_max)))
+        pl.when(masked)(lambda: self.clear_values(tile, ends, i, used))
+        plgpu.async_store_tmem(scratch.p, weights.astype(self.kernel.dtype))
+        plgpu.commit_tmem()
+        plgpu.barrier_arrive(scratch.p_full)
+        return running_max, row_sum
+
+    def scores(self, tile: WorkTile, ends: masks.Ends, i, masked):
+        """S of key tile `i` in registers: scaled, capped and masked."""
+        call, scratch = self.kernel.call, self.scratch
+        plgpu.barrier_wait(scratch.s_full)
+        s = plgpu.async_load_tmem(scratch.s, layout=TCGEN05)
+        plgpu.wait_load_tmem()
+        plgpu.barrier_arrive(scratch.s_free)
+        s *= self.scale
+        if call.logit_cap is not None:
+            s = cap_scores(s, call.logit_cap)
+        mask = partial(
+            masks.apply_mask,
+            table=self.cta.table,
+            request=tile.request,
+            first_row=self.cta.first_row,
+            ends=ends,
+            tokens=self.kernel.tokens,
+            first_token=self.cta.first_token(tile, i),
+            heads=self.kernel.heads,
+            keys=1,
+            window=call.window,
+            ahead=call.ahead,
+            tile=TCGEN05,
+        )
+        return lax.cond(masked, mask, lambda s: s, s)
+
+    def clear_values(self, tile: WorkTile, ends: masks.Ends, i, used) -> None:
+        """Zeroes the values of unseen tokens of key tile `i`, which follows `used` others, in its own half."""
+        stage = lax.rem(used, jnp.int32(OWN_STAGES))
+        first_seen = masks.first_seen(ends, self.kernel.tokens, self.kernel.call.window)
+        masks.clear_values(
+            self.scratch.own, (stage,), 0, HALF, self.cta.table, tile.request, self.cta.first_token(tile, i), ends.seen,
+            first_seen=first_seen, interpret=self.kernel.interpret,
+        )  # fmt: skip
+
+    def sums(self) -> Iterator[tuple[pl.Slice, Any]]:
+        """Yields columns of O, and their sums in registers.  The loads have completed after `wait_load_tmem`."""
+        for first in range(0, HALF, O_COLUMNS):
+            columns = pl.ds(first, O_COLUMNS)
+            yield columns, plgpu.async_load_tmem(self.scratch.o.at[:, columns], layout=TCGEN05)
+
+    def rescale_sums(self, factor) -> None:
+        """Multiplies each row of O by a factor."""
+        for columns, x in self.sums():
+            plgpu.wait_load_tmem()
+            plgpu.async_store_tmem(self.scratch.o.at[:, columns], x * over_columns(factor, O_COLUMNS))
+        plgpu.commit_tmem()
+
+    def store(self, tile: WorkTile, running_max, row_sum) -> None:
+        """Stores the results of a work tile, by way of the place of its queries."""
+        cta, refs, staged = self.cta, self.cta.results, self.scratch.q
+        inverse, lse = self.softmax.finalize(row_sum.sum(axis=1), running_max)
+
+        def store_values(factor, dtype, to, place):
+            for columns, x in self.sums():
+                x = (x * over_columns(factor, O_COLUMNS)).astype(dtype)
+                staged[:, columns] = x if x.dtype == staged.dtype else lax.bitcast_convert_type(x, staged.dtype)
+            plgpu.wait_load_tmem()
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(staged, to.at[place, cta.rows, cta.columns(cta.half)])
+
+        @pl.when(tile.split < 0)
+        def _():
+            store_values(inverse, self.kernel.dtype, refs.out, tile.request)
+            pl.when(cta.half == 0)(lambda: store(refs.lse.at[tile.request, cta.rows], lse * (1 / LOG2E)))
+
+        @pl.when(tile.split >= 0)
+        def _():
+            magnitude = jnp.zeros_like(inverse)
+            for _, x in self.sums():
+                magnitude = jnp.maximum(magnitude, jnp.abs(x).max(axis=1))
+            magnitude = split_scale(magnitude)
+            store_values(1 / magnitude, SPLIT_DTYPE, refs.split_out, tile.split)
+            store(refs.split_scale.at[tile.split, cta.half, cta.rows], magnitude * inverse)
+            pl.when(cta.half == 0)(lambda: store(refs.split_lse.at[tile.split, cta.rows], lse))
+
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -1,0 +1,212 @@
+"""`decode_mla` on Blackwell: interpreted on any machine; the whole suites on a Blackwell GPU (`-m gpu`).
+
+It has not run on a GPU.  `.ci/cubins` compiles it.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas  # noqa: F401 (its warnings at import are not ours)
+
+import jaxkv
+from jaxkv import masks
+from jaxkv_kernels.mosaic_gpu import decode
+from jaxkv_kernels.mosaic_gpu.runtime.device import assumed_capability, interpreting
+from support import suites
+from support.cases import further, slow
+from support.compare import assert_same_bits
+from support.hopper import on_blackwell
+
+pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
+
+OTHERS = [order for order in jaxkv.ORDERS if order != "BLNHC"]
+
+
+@pytest.fixture
+def blackwell(interpreted):
+    """Kernels are those for Blackwell, in Pallas's GPU interpreter, and none of them races."""
+    with assumed_capability("10.0"):
+        yield
+
+
+class Blackwell:
+    """What the suites of this kernel say of themselves."""
+
+    implementation = "mosaic_gpu"
+    latent, rope = 512, 64
+    exact = "bf16"
+    gaps = (
+        "entries of format",  # bf16 and f16 only
+        "entries of 77 + 14",
+        "entries of 512 + 0",
+        "blocks of",  # TMA tiles are of whole 16-token pages
+        "`q_latent` of",  # queries of another dtype than the entries
+        "`mask`, a function",  # without intervals
+        "`logit_cap` of",  # too large for tanh by way of exp2
+    )
+
+    def entry(self, name=None):
+        """Entries that are not quantised in the suite's sizes, others in those of models."""
+        plain = (name or self.exact) in ("bf16", "f16", "f32")
+        return super().entry(name) if plain else jaxkv.MLAEntry.typical(name)
+
+
+@on_blackwell
+class TestDecodeMLA(Blackwell, suites.DecodeMLA):
+    """The whole suite, on the GPU."""
+
+
+@on_blackwell
+class TestMLATreeMasks(Blackwell, suites.MLATreeMasks):
+    """The whole suite, on the GPU."""
+
+
+@on_blackwell
+class TestWindowsOfBothSides(Blackwell, suites.MLAWindowsOfBothSides):
+    """The whole suite, on the GPU."""
+
+
+@pytest.mark.usefixtures("blackwell")
+class TestInterpreted(Blackwell, suites.DecodeMLAChecks):
+    """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
+
+    def case(self, lengths, heads, tokens=1, *, form="bf16", layout="BLNHC", layer=1, block_size=64, **keywords):
+        entry = self.entry(form)
+        scene = suites.scenes.scene(entry, lengths=lengths, block_size=block_size)
+        found = suites.layout_of(layout, entry, block_size=block_size)
+        q = suites.queries(entry, len(lengths), tokens, heads)
+        return self.check(q, scene.cache(found, layer), scene, layer, **keywords)
+
+    @pytest.mark.parametrize(
+        ("order", "padded"),
+        [*((order, False) for order in jaxkv.ORDERS), ("BLNHC", True), *(further(order, True) for order in OTHERS)],
+    )
+    def test_equals_the_packed_cache_and_the_oracle(self, order, padded):
+        """Lengths of 0, 1, and round a block's edge; NaN in unused slots, and numbers of no block in tables."""
+        entry = self.entry()
+        scene = suites.scenes.scene(entry)
+        layout = suites.layout_of(order, entry)
+        if padded:
+            sizes = {name: getattr(layout, name) for name in ("num_layers", "num_blocks", "block_size")}
+            layout = jaxkv.CacheLayout(**sizes, entry=entry, order=order, block_padding=24)
+        q = suites.queries(entry, len(scene.lengths), 2, 3)
+        found = self.check(q, scene.cache(layout, 1), scene, 1)
+        for a, b in zip(found, self.decode(q, scene.twin(layout), scene, 0), strict=True):
+            assert_same_bits(a, b)
+
+    @pytest.mark.parametrize("layout", ["gaps, offset", further("packed, bfloat16")])
+    def test_small_pages_and_a_cap(self, layout):
+        self.case((77, 16, 0), 16, block_size=16, layout=layout, logit_cap=2.0)
+
+    def test_two_tiles_of_rows_of_f16(self):
+        self.case((200, 129), 70, 3, form="f16")
+
+    @pytest.mark.parametrize(("lengths", "heads"), [((0, 1, 65, 600), 128), further((900,), 5)])
+    def test_split_requests(self, lengths, heads):
+        self.case(lengths, heads)
+
+    @pytest.mark.parametrize("tokens", [3, further(70)])
+    def test_a_window_whose_edges_lie_inside_tiles(self, tokens):
+        self.case((200, 70, 30), 20 if tokens == 3 else 2, tokens, window=100)
+
+    @pytest.mark.ci
+    def test_a_window_of_both_sides(self):
+        self.case((200, 70, 3), 2, 5, window=(100, 2), causal=False)
+
+    @pytest.mark.parametrize(
+        "keywords", [further({"tree_mask": np.tri(3, dtype=bool)[None]}), slow({"mask": masks.Chunked(48)})]
+    )
+    def test_masks(self, keywords):
+        self.case((130,), 5, 3, **keywords)
+
+    @pytest.mark.ci
+    def test_more_work_tiles_than_a_cta_has_stages(self):
+        self.case((1, 66, 0, 3, 0) * 4, 2, 3)
+
+    @pytest.mark.parametrize("power", [further(2.0**-60), further(2.0**60)])
+    def test_splits_keep_the_range_of_the_entries(self, power):
+        entry = self.entry()
+        scene = suites.scenes.scene(entry, lengths=(600,))
+        cache, q = scene.cache(suites.layout_of("BLNHC", entry), 1), suites.queries(entry, 1, 1, 64)
+        tables, lengths = jnp.asarray(scene.tables), jnp.asarray(scene.lengths)
+        plan = jaxkv.plan_decode(cache, tables, lengths, num_heads=64, implementation="mosaic_gpu")
+        assert plan.schedule.split_requests[0, 0] == 0
+
+        def decode(power):
+            scaled = jaxkv.KVCache(cache.buffer * jnp.bfloat16(power), cache.layout)
+            options = {"layer": 1, "scale": 0.11 / power, "return_lse": True, "plan": plan}
+            return jaxkv.decode_mla(*q, scaled, tables, lengths, implementation="mosaic_gpu", **options)
+
+        (out, lse), (scaled, same_lse) = decode(1.0), decode(power)
+        assert_same_bits(scaled, out * jnp.bfloat16(power))
+        assert_same_bits(same_lse, lse)
+
+    def test_keys_of_very_low_scores_count(self):
+        self.check_low_scores("BLNHC", 8, tokens=1, lengths=(0, 1, 600))  # the last is split
+
+    @pytest.mark.parametrize("value", [np.nan, slow(np.inf)])
+    def test_keys_that_a_query_does_not_see(self, value):
+        suites.DecodeMLA.test_keys_that_a_query_does_not_see_do_not_matter(self, value)
+
+    test_blocks_outside_the_cache_are_masked = suites.DecodeMLA.test_blocks_outside_the_cache_are_masked
+    test_lengths_outside_the_table = suites.DecodeMLA.test_lengths_outside_the_table_are_clamped_to_it
+    test_traced_layer_outside_the_cache_is_empty = suites.DecodeMLA.test_traced_layer_outside_the_cache_is_empty
+    test_sinks = pytest.mark.ci(suites.DecodeMLA.test_sinks)
+    test_ragged_query_tokens = pytest.mark.slow(suites.DecodeMLA.test_ragged_query_tokens)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("blackwell")
+class TestInterpretedSuite(Blackwell, suites.DecodeMLA):
+    """The whole suite, which takes the interpreter minutes."""
+
+
+REFUSED = {
+    "entries of format 'fp8' on Blackwell: supports bf16 and f16": dict(entry=jaxkv.MLAEntry("fp8")),
+    "entries of format 'f32'": dict(entry=jaxkv.MLAEntry("f32")),
+    "entries of 256 + 64 values: supports 512 + 64": dict(entry=jaxkv.MLAEntry("bf16", latent=256)),
+    "entries of 512 + 0 values": dict(entry=jaxkv.MLAEntry("bf16", rope=0)),
+    "blocks of 61 tokens": dict(block_size=61),
+    "block stride of": dict(block_padding=4),
+}
+
+
+def reasons_against(operation, **changes):
+    """Why the kernels for Blackwell do not run a call."""
+    sizes = dict(num_layers=3, num_blocks=4, block_size=64, entry=jaxkv.MLAEntry("bf16"))
+    layout = jaxkv.CacheLayout(**{**sizes, **changes})
+    cache = jaxkv.KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
+    tables, lengths = jax.ShapeDtypeStruct((1, 4), jnp.int32), jax.ShapeDtypeStruct((1,), jnp.int32)
+    entry = layout.entry
+    scales = {"kv_scale": 1.0} if entry.format == "fp8" else {}
+    with interpreting(True), assumed_capability("10.0"):
+        if operation is jaxkv.plan_decode:
+            found = jaxkv.explain(operation, cache, tables, lengths, num_heads=16)
+        elif operation is jaxkv.decode_kv:
+            q = jax.ShapeDtypeStruct((1, 16, entry.head_dim), jnp.bfloat16)
+            found = jaxkv.explain(operation, q, cache, tables, lengths, layer=0, scale=1.0)
+        else:
+            q = [jax.ShapeDtypeStruct((1, 16, n), entry.input_dtype) for n in entry.sizes]
+            found = jaxkv.explain(operation, *q, cache, tables, lengths, layer=0, scale=1.0, **scales)
+    return found.reasons["mosaic_gpu"]
+
+
+@pytest.mark.parametrize("reason", REFUSED)
+def test_explain_reports_why_a_layout_is_unsupported(reason):
+    assert reasons_against(jaxkv.decode_mla) == ()
+    assert any(given.startswith(reason) for given in reasons_against(jaxkv.decode_mla, **REFUSED[reason]))
+
+
+def test_heads_have_no_plans_and_no_kernel():
+    heads = {"entry": jaxkv.KVEntry("bf16", 128)}
+    assert reasons_against(jaxkv.plan_decode) == ()
+    assert reasons_against(jaxkv.plan_decode, **heads) == ("entries of kind KVEntry on Blackwell: supports MLAEntry",)
+    assert reasons_against(jaxkv.decode_kv, **heads)[0].startswith("needs compute capability 9.0 (Hopper); ")
+
+
+def test_hopper_keeps_its_kernels():
+    entry = jaxkv.MLAEntry("bf16")
+    assert type(decode.schedule_of(entry, 128)).__name__ == "MLADense"
+    with assumed_capability("10.3"):
+        assert type(decode.schedule_of(entry, 128)).__name__ == "MLADenseBlackwell"
