@@ -283,7 +283,11 @@ FEATURES = {
             "`triton`; compiled for them in tests",
             (TRITON + "test_operations.py::test_compiles_within_the_gpus_limits",),
         ),
-        Feature("kernels of its own for NVIDIA Blackwell", "`mosaic_gpu` is for Hopper; `triton` runs there"),
+        Feature(
+            "kernels of its own for NVIDIA Blackwell",
+            "`decode_mla` of bf16 and f16 entries on `mosaic_gpu`, compiled and interpreted; for others, `triton`",
+            (MOSAIC + "test_decode_mla_blackwell.py::TestInterpreted::test_equals_the_packed_cache_and_the_oracle",),
+        ),
         Feature("kernels for AMD and Intel GPUs, and TPUs", "`xla` runs there"),
         Feature(
             "caches of other processes (NIXL, Mooncake, KV connectors)",
