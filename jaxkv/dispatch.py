@@ -73,7 +73,12 @@ def _xla() -> Kernels:
 
 BACKENDS = (
     Backend("mosaic_gpu", "NVIDIA Hopper", _mosaic_gpu, lambda: hopper.unavailable_reasons(hopper.ANY)),
-    Backend("triton", "NVIDIA GPUs, Ampere and later", _triton, lambda: ampere.unavailable_reasons()),
+    Backend(
+        "triton",
+        "NVIDIA GPUs, Ampere and later; some operations on AMD MI300 and MI350",
+        _triton,
+        lambda: ampere.unavailable_reasons(ampere.ANY),
+    ),
     Backend("xla", "any device", _xla, lambda: []),
 )
 """In order of priority.  The last one has a kernel for every operation."""

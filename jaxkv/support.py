@@ -10,7 +10,7 @@ from jaxkv.ops.operation import Operation, Sample
 from jaxkv_kernels.calls import Call
 from jaxkv_kernels.formats.entries import Entry
 from jaxkv_kernels.formats.format import FORMATS
-from jaxkv_kernels.generations import GENERATIONS, Mark, mark
+from jaxkv_kernels.generations import AMD, GENERATIONS, Mark, mark
 
 
 @dataclass(frozen=True)
@@ -97,11 +97,12 @@ def support_matrix() -> str:
 
 
 def generation_table() -> str:
-    """A Markdown table of what is known about the kernels of each implementation on each generation of NVIDIA GPUs.
+    """A Markdown table of what is known about the kernels of each implementation on each generation of GPUs.
 
     Operations of an implementation with the same marks share a row.
     """
-    names = [f"{name} ({found})" for found, name in GENERATIONS.items()]
+    gpus = {**GENERATIONS, **AMD}
+    names = [f"{name} ({found})" for found, name in gpus.items()]
     lines = [f"| implementation | operations | {' | '.join(names)} |", "|---" * (len(names) + 2) + "|"]
     for backend in dispatch.BACKENDS[:-1]:
         rows: dict[tuple[Mark, ...], list[str]] = {}
@@ -109,7 +110,7 @@ def generation_table() -> str:
             support = backend.kernels().support(operation.name)
             if support is not None:
                 built = support.machines.generations or {}
-                marks = tuple(mark(backend.name, operation.name, built, found) for found in GENERATIONS)
+                marks = tuple(mark(backend.name, operation.name, built, found) for found in gpus)
                 rows.setdefault(marks, []).append(f"`{operation.name}`")
         lines += [f"| `{backend.name}` | {', '.join(names)} | {' | '.join(marks)} |" for marks, names in rows.items()]
     return "\n".join(lines)

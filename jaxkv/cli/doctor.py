@@ -29,6 +29,7 @@ PACKAGES = (
     "triton",
     "jax-cuda12-plugin",
     "jax-cuda13-plugin",
+    "jax-rocm7-plugin",
 )
 VARIABLES = ("JAX_", "XLA_", "CUDA_", "NVIDIA_", "TRITON_", "MOSAIC_", "LD_LIBRARY_PATH")
 """Prefixes of environment variables that affect JAX and its compilers."""
@@ -103,7 +104,7 @@ def conflicts(versions: Mapping[str, str | None]) -> list[str]:
         )
     plugins = {name: found for name, found in versions.items() if name.endswith("plugin") and found}
     if len(plugins) > 1:
-        found.append(f"{' and '.join(plugins)} are both installed: keep only the one for your CUDA version")
+        found.append(f"{' and '.join(plugins)} are both installed: keep only the one for your GPU")
     for name, plugin in plugins.items():
         if _release(plugin) != _release(versions.get("jaxlib")):
             found.append(f"{name} {plugin} does not match jaxlib {versions.get('jaxlib')}: install both together")

@@ -1,8 +1,8 @@
-"""Generations of NVIDIA GPUs, and what is known about kernels on each: whether they have run there, or only compile.
+"""Generations of GPUs, and what is known about kernels on each: whether they have run there, or only compile.
 
 Kernels are developed on Hopper GPUs, where their tests run.  For other generations, the tests compile them by the real
 compilers, and interpret them on CPUs.  That is not the same as running them: they are used only where a call names
-their implementation.
+their implementation.  Kernels for AMD GPUs are compiled only: they are interpreted with the tile sizes of NVIDIA GPUs.
 
 `jaxkv verify --report FILE` writes what has run on a GPU, and whether it was right.  With such a file in the folder
 `reports` beside this one, the operations that it found right are ordinary choices on GPUs of that generation.
@@ -27,17 +27,20 @@ GENERATIONS: Mapping[str, str] = {
 }
 """The names of the generations for which kernels are compiled, by compute capability."""
 
+AMD: Mapping[str, str] = {"gfx942": "AMD MI300", "gfx950": "AMD MI350"}
+"""The same for AMD GPUs: by architecture, which is what JAX returns as their compute capability."""
+
 TESTED = "9.0"
 """The compute capability of the GPUs on which the tests run."""
 
 REPORTS = Path(__file__).with_name("reports")
 
-Mark = Literal["run", "compiled and interpreted", "unsupported"]
+Mark = Literal["run", "compiled and interpreted", "compiled", "unsupported"]
 """What is known about a kernel on a generation."""
 
 
 def capability() -> str | None:
-    """The compute capability of this machine's first GPU; None if there is no NVIDIA GPU."""
+    """The compute capability of this machine's first GPU, or the architecture of AMD's; None if there is no GPU."""
     return getattr(jax.devices()[0], "compute_capability", None) if jax.default_backend() == "gpu" else None
 
 
@@ -52,7 +55,9 @@ def mark(implementation: str, operation: str, generations: Mapping[str, str], fo
     """
     if found not in generations:
         return "unsupported"
-    return "run" if _was_run(implementation, operation, found) else "compiled and interpreted"
+    if _was_run(implementation, operation, found):
+        return "run"
+    return "compiled" if found in AMD else "compiled and interpreted"
 
 
 def untried_reason(implementation: str, operation: str) -> str | None:
@@ -61,7 +66,8 @@ def untried_reason(implementation: str, operation: str) -> str | None:
     if found is None or _was_run(implementation, operation, found):
         return None
     device = jax.devices()[0].device_kind
-    return f"its kernel has not been run on compute capability {found} ({device}): `jaxkv verify --report` does"
+    machine = found if found in AMD else f"compute capability {found}"
+    return f"its kernel has not been run on {machine} ({device}): `jaxkv verify --report` does"
 
 
 def _was_run(implementation: str, operation: str, found: str) -> bool:

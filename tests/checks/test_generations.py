@@ -14,10 +14,11 @@ from jaxkv.dispatch import BACKENDS
 from jaxkv.ops import OPERATIONS
 from jaxkv.testing import equivalence
 from jaxkv_kernels import generations
-from jaxkv_kernels.generations import GENERATIONS, TESTED, mark
+from jaxkv_kernels.generations import AMD, GENERATIONS, TESTED, mark
 from jaxkv_kernels.mosaic_gpu.runtime.device import TCGEN05
+from jaxkv_kernels.triton import available
 from support.available import assume_available
-from support.triton.builds import SHARED
+from support.triton.builds import AMD_SHARED, SHARED
 
 LAYOUT = jaxkv.CacheLayout(num_layers=1, num_blocks=8, block_size=64, entry=jaxkv.MLAEntry("bf16"))
 DECODE = (
@@ -57,6 +58,7 @@ def reports(monkeypatch, tmp_path):
 
 def test_triton_is_compiled_for_every_generation():
     assert {f"{number // 10}.{number % 10}" for number in SHARED} == {*GENERATIONS}
+    assert {*AMD_SHARED} == {*AMD}
 
 
 @pytest.mark.parametrize("version", ["0.11", "0.12"])
@@ -110,6 +112,57 @@ def test_kernels_that_were_not_run_are_chosen_by_name_only(capability, on, repor
     for message, name in zip(skipped, found.untried, strict=True):
         assert message.startswith(f"decode_mla does not run on {name}: its kernel has not been run")
     assert named.startswith("decode_mla runs on triton, although its kernel has not been run")
+
+
+@pytest.fixture
+def amd(monkeypatch):
+    """Makes this machine one with an AMD GPU of an architecture, for which the packages are installed."""
+
+    def make(architecture):
+        gpu = type("GPU", (), {"compute_capability": architecture, "device_kind": "An AMD GPU", "core_count": 100})()
+        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+        monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
+        monkeypatch.setattr(available, "_missing", lambda *packages: ())
+        monkeypatch.setattr(available, "_misfit", lambda: ())
+        monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+        dispatch._warn_of_untried.cache_clear()
+
+    return make
+
+
+@pytest.mark.parametrize("architecture", AMD)
+def test_amd_gpus_run_what_is_compiled_for_them_if_it_is_named(architecture, amd, reports, caplog):
+    amd(architecture)
+    found = jaxkv.explain(jaxkv.decode_mla, *DECODE, **OPTIONS)
+    assert found.chosen == "xla"
+    assert f"  triton: if it is named; its kernel has not been run on {architecture} (An AMD GPU)" in str(found)
+    assert "  mosaic_gpu: needs compute capability 9.0" in str(found)
+    call = dispatch.captured(jaxkv.decode_mla, *DECODE, **OPTIONS)
+    with caplog.at_level(logging.WARNING, "jaxkv"):
+        assert dispatch.choose(call, "triton").name == "triton"
+    (named,) = (record.getMessage() for record in caplog.records)
+    assert named.startswith("decode_mla runs on triton, although its kernel has not been run")
+
+
+@pytest.mark.parametrize("architecture", AMD)
+def test_other_kernels_are_unsupported_on_amd_gpus(architecture, amd):
+    amd(architecture)
+    needs_nvidia = [f"needs an NVIDIA GPU; An AMD GPU is {architecture}"]
+    kernels, marks = BACKENDS[1].kernels(), {}
+    for operation in OPERATIONS:
+        if support := kernels.support(operation.name):
+            found = mark("triton", operation.name, support.machines.generations, architecture)
+            assert support.unavailable_reasons() == ([] if found == "compiled" else needs_nvidia), operation.name
+            marks.setdefault(found, set()).add(operation.name)
+    assert {*marks} == {"compiled", "unsupported"}
+    assert {"decode_mla", "decode_kv", "write_mla", "gather_kv", "read_mla"} <= marks["compiled"]
+    assert {"select_topk", "indexer_logits", "copy_blocks", "decode_mla_sparse"} <= marks["unsupported"]
+
+
+def test_other_amd_gpus_are_rejected(amd):
+    amd("gfx90a")
+    needed = "an NVIDIA GPU or gfx942 (AMD MI300) or gfx950 (AMD MI350)"
+    assert BACKENDS[1].unavailable_reasons() == [f"needs {needed}; An AMD GPU is gfx90a"]
 
 
 @pytest.mark.parametrize("capability", ["10.0", "10.3"])

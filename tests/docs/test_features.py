@@ -85,9 +85,9 @@ REJECTED = {
         lambda: attend(implementation="mosaic_gpu"),
         "needs compute capability 9.0 .Hopper.; NVIDIA B200 has 10.0",
     ),
-    "kernels for AMD and Intel GPUs, and TPUs": (
+    "kernels for other AMD GPUs, Intel GPUs and TPUs": (
         lambda: attend(implementation=("mosaic_gpu", "triton")),
-        "needs an NVIDIA GPU; the default backend is tpu",
+        "needs an NVIDIA GPU or gfx942 .AMD MI300. or gfx950 .AMD MI350.; the default backend is tpu",
     ),
     "caches of other processes (NIXL, Mooncake, KV connectors)": (
         lambda: parallel.transfer_blocks(cache_of(), [0], "host:5600", [0]),  # type: ignore[arg-type]

@@ -288,7 +288,12 @@ FEATURES = {
             "`decode_mla` of bf16 and f16 entries on `mosaic_gpu`, compiled and interpreted; for others, `triton`",
             (MOSAIC + "test_decode_mla_blackwell.py::TestInterpreted::test_equals_the_packed_cache_and_the_oracle",),
         ),
-        Feature("kernels for AMD and Intel GPUs, and TPUs", "`xla` runs there"),
+        Feature(
+            "AMD MI300 and MI350: writes, gathers and dense attention",
+            "`triton` if it is named; compiled for them in tests",
+            (TRITON + "test_amd.py::test_compiles_within_the_gpus_limits",),
+        ),
+        Feature("kernels for other AMD GPUs, Intel GPUs and TPUs", "`xla` runs there"),
         Feature(
             "caches of other processes (NIXL, Mooncake, KV connectors)",
             "`transfer_blocks` copies between devices of one process; `read_blocks` returns payloads to send",

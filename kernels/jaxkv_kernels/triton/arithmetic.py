@@ -11,6 +11,17 @@ IEEE = tl.constexpr("ieee")
 """A tl.constexpr, because Triton 3.6 does not accept a plain string as the default of a constexpr parameter."""
 
 
+def compiles_ptx(_semantic=None) -> tl.constexpr:
+    """Whether the kernel is compiled for an NVIDIA GPU and may have assembly in PTX: a constant of the compilation.
+
+    Triton's compiler passes `_semantic` to functions that are marked as below.  The interpreter does not.
+    """
+    return tl.constexpr(_semantic is not None and _semantic.builder.options.backend_name == "cuda")
+
+
+vars(compiles_ptx)["__triton_builtin__"] = True
+
+
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr = IEEE):
     """acc + a @ b for a [M, K], b [K, N] and float32 acc [M, N].

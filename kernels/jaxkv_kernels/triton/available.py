@@ -1,7 +1,7 @@
 """Whether the kernels run on this machine, and the reasons if not."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -9,19 +9,26 @@ from importlib.util import find_spec
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.generations import AMD, GENERATIONS, capability
 from jaxkv_kernels.triton.interpreter import interpreting
 
 OLDEST = 8.0
 """Compute capability of the oldest supported GPUs (Ampere)."""
 
+ANY: Mapping[str, str] = {**GENERATIONS, **AMD}
+"""The GPUs on which at least one kernel runs."""
+
 WORKING = "jax-triton 0.4.1 works with triton 3.7 or later, and jax-triton 0.3.1 with triton 3.6"
 
 
-def unavailable_reasons() -> list[str]:
-    """Reasons why the Triton kernels cannot run on this machine; empty if it has a supported GPU and the packages."""
+def unavailable_reasons(generations: Mapping[str, str]) -> list[str]:
+    """Reasons why kernels for GPUs of `generations` cannot run on this machine.
+
+    There are none if it has one of AMD's among these, or any of NVIDIA's from Ampere on, and the packages.
+    """
     if interpreting.value:
         return [*_missing("triton"), *([] if _interprets() else ["needs TRITON_INTERPRET=1 in the environment"])]
-    if reasons := [*_device(), *_missing("triton", "jax-triton")]:
+    if reasons := [*_device(generations), *_missing("triton", "jax-triton")]:
         return reasons
     if _interprets():
         return ["TRITON_INTERPRET is set: kernels are made for Triton's interpreter, not for the GPU"]
@@ -33,13 +40,17 @@ def _interprets() -> bool:
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "on", "yes", "y")
 
 
-def _device() -> Iterator[str]:
+def _device(generations: Mapping[str, str]) -> Iterator[str]:
+    amd = [f"{found} ({name})" for found, name in generations.items() if found in AMD]
     if jax.default_backend() != "gpu":
-        yield f"needs an NVIDIA GPU; the default backend is {jax.default_backend()}"
+        yield f"needs {' or '.join(['an NVIDIA GPU', *amd])}; the default backend is {jax.default_backend()}"
         return
     device = jax.devices()[0]
     found = str(getattr(device, "compute_capability", "unknown"))
-    if not found.replace(".", "").isdecimal() or float(found) < OLDEST:
+    if found.startswith("gfx"):
+        if found not in generations:
+            yield f"needs {' or '.join(['an NVIDIA GPU', *amd])}; {device.device_kind} is {found}"
+    elif not found.replace(".", "").isdecimal() or float(found) < OLDEST:
         yield f"needs compute capability {OLDEST} (NVIDIA Ampere) or later; {device.device_kind} has {found}"
 
 
@@ -56,7 +67,7 @@ def _misfit() -> tuple[str, ...]:
     try:
         from jaxkv_kernels.triton.launch import incremented
 
-        jax.jit(incremented).trace(x).lower(lowering_platforms=("cuda",))
+        jax.jit(incremented).trace(x).lower(lowering_platforms=("rocm" if capability() in AMD else "cuda",))
     except Exception as error:  # incompatible versions of packages can raise anything
         message = f"{type(error).__name__}: {' '.join(str(error).split())}"
         found = ", ".join(f"{name} {_version(name)}" for name in ("jax-triton", "triton", "jax"))

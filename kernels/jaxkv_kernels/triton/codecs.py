@@ -16,13 +16,14 @@ products without an exchange through shared memory.  Queries are divided in the 
 `in_word_order`.
 
 GPUs before Ada (sm_89) have no instructions for e4m3, and Triton does not support the type on them.  There, bytes are
-encoded and decoded with integer arithmetic on the bits.
+encoded and decoded with integer arithmetic on the bits.  So they are on AMD GPUs: the instructions of gfx942 are for
+e4m3fnuz, another format, which has no -0 and half the range.
 """
 
 from jaxkv_kernels.formats.bits import FP8_MAX, SMALLEST_E4M3, SMALLEST_NORMAL_E4M3
 from jaxkv_kernels.formats.fp4 import DROPPED, E2M1_MAX, MIDPOINTS
 from jaxkv_kernels.formats.nvfp4 import TILE
-from jaxkv_kernels.triton.arithmetic import INTERPRETED, rounded
+from jaxkv_kernels.triton.arithmetic import compiles_ptx, rounded
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import capability
 from jaxkv_kernels.triton.tiles import load_pieces
@@ -32,8 +33,9 @@ NAN = tl.constexpr(0x7FC00000)
 
 
 def has_e4m3() -> bool:
-    """Whether the GPU has instructions that convert e4m3; passed to kernels as the constant NATIVE."""
-    return capability() >= 89
+    """Whether the GPU has NVIDIA's instructions that convert e4m3; passed to kernels as the constant NATIVE."""
+    found = capability()
+    return isinstance(found, int) and found >= 89
 
 
 @triton.jit
@@ -53,10 +55,11 @@ def load_scales(first, second, head, STEPS: tl.constexpr):
 def quotient(x, divisor):
     """Float32 `x` / `divisor`, which are broadcast, rounded once.
 
-    This is inline PTX, because the way in which Triton compiles a division depends on its version: it may approximate
-    the quotient, or treat denormal operands as 0.  The interpreter divides as NumPy does.
+    This is inline PTX, because the way in which Triton compiles a division for NVIDIA GPUs depends on its version: it
+    may approximate the quotient, or treat denormal operands as 0.  For AMD GPUs, it does neither, and the interpreter
+    divides as NumPy does.
     """
-    if INTERPRETED:
+    if not compiles_ptx():
         return tl.div_rn(x, divisor)
     x, divisor = tl.broadcast(x, divisor)
     return tl.inline_asm_elementwise(
@@ -207,7 +210,7 @@ def computed_once(x):
     bytes to each layout and decode them twice.  An assembly instruction with `is_pure=False` is not duplicated: values
     are decoded once, and the result goes through shared memory to both products.
     """
-    if INTERPRETED:
+    if not compiles_ptx():
         return x
     if x.dtype == tl.float32:
         return tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [x], dtype=x.dtype, is_pure=False, pack=1)
@@ -313,7 +316,7 @@ def _paired(words):
 @triton.jit
 def _word_half(pairs, HIGH: tl.constexpr, DTYPE: tl.constexpr):
     bits = (pairs >> 16 if HIGH else pairs).to(tl.int16)
-    if tl.bfloat16 == DTYPE and not INTERPRETED:
+    if tl.bfloat16 == DTYPE and compiles_ptx():
         return bits.to(tl.bfloat16, bitcast=True) * WORD_BIAS
     # Convert by way of float16, whose subnormals are exact everywhere.  CPUs may flush those of float32 to zero.
     half = (bits & -0x8000) | ((bits & 0x7F0) << 3)
@@ -341,7 +344,7 @@ bfloat16 has the bits 0x4300.  Then 128 is subtracted, or 256 (0x4380) if the si
 @triton.jit
 def int8_halves(pairs, DTYPE: tl.constexpr):
     """Converts the low bytes and the high bytes of int16 [n, m] to two tiles DTYPE [n, m], exactly."""
-    if tl.bfloat16 == DTYPE and not INTERPRETED:
+    if tl.bfloat16 == DTYPE and compiles_ptx():
         low, high = tl.inline_asm_elementwise(
             INT8_HALVES, "=r,=r,r", [pairs], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=2
         )
@@ -401,12 +404,12 @@ def load_e2m1(
     """
     words = load_pairs(values, known, SIZE // 2, COLUMNS // 2, EVEN)
     scale = from_e4m3(load_pieces(scales, known, SIZE // E2M1_TILE, COLUMNS // E2M1_TILE), NATIVE)
-    if tl.bfloat16 == DTYPE and not INTERPRETED:
+    if tl.bfloat16 == DTYPE and compiles_ptx():
         found = tl.inline_asm_elementwise(
             E2M1_TO_BFLOAT16, E2M1_OPERANDS, [words, _spread_scales(scale * E2M1_SCALE_UNIT, tl.bfloat16)],
             dtype=(tl.bfloat16,) * 4, is_pure=True, pack=2,
         )  # fmt: skip
-    elif tl.float16 == DTYPE and not INTERPRETED:
+    elif tl.float16 == DTYPE and compiles_ptx():
         found = tl.inline_asm_elementwise(
             E2M1_TO_FLOAT16, E2M1_OPERANDS, [words, _spread_scales(scale, tl.float16)],
             dtype=(tl.float16,) * 4, is_pure=True, pack=2,

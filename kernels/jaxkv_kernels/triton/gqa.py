@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jaxkv_kernels.addressing import arrays_of, dtype_of
 from jaxkv_kernels.calls import DecodeKV, PlanDecode, token_scale_reasons
 from jaxkv_kernels.formats.entries import KVEntry
+from jaxkv_kernels.generations import AMD
 from jaxkv_kernels.scores import too_large
 from jaxkv_kernels.triton.attention import (
     Config,
@@ -65,11 +66,19 @@ def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
     keys.  Two stages take 0.360 and 0.408 ms, but spill 8 to 16 bytes per thread on some GPUs; three do on sm_89.  GPUs
     on which three were not tried have one.
 
+    On AMD GPUs, nobody has measured these sizes.  They take at most 64 KiB of shared memory, all that gfx942 has, and
+    at most 447 of the 512 registers per lane that a program of 4 wavefronts may have.
+
     With heads wider than 256, a program with 32 rows and 16 keys takes 96 KiB of shared memory, and its results 64
     registers per thread of 8 warps.
     """
     widest = max(entry.sizes)
-    if jnp.dtype(dtype) == jnp.float32:
+    of_floats = jnp.dtype(dtype) == jnp.float32
+    if capability() in AMD:
+        keys = 16 if of_floats or widest > 256 else 32 if widest > 128 else 64
+        rows = 16 if of_floats else padded_rows(rows, 32)
+        return KVConfig(rows=rows, keys=keys, warps=4, stages=1, programs_per_sm=1)
+    if of_floats:
         return KVConfig(rows=16, keys=16, warps=8 if widest > 256 else 4, stages=1, programs_per_sm=2)
     if widest > 256:
         return KVConfig(rows=padded_rows(rows, 32), keys=16, warps=8, stages=2, programs_per_sm=2)

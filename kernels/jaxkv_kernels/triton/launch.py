@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxkv_kernels.generations import AMD
 from jaxkv_kernels.triton.interpreter import interpret, interpreting
 from jaxkv_kernels.triton.language import tl, triton
 
@@ -46,13 +47,17 @@ def launch(
     return _through_jax_triton(kernel, operands, results, updated, grid, warps, stages, constants)
 
 
-def capability() -> int:
-    """The GPU's compute capability times ten (90 for Hopper); in the interpreter, that of the oldest supported GPU."""
+def capability() -> int | str:
+    """The GPU's compute capability times ten (90 for Hopper), or the architecture of an AMD GPU, such as "gfx942".
+
+    In the interpreter, it is that of the oldest supported NVIDIA GPU.
+    """
     return 80 if interpreting.value else _capability()
 
 
-def _capability() -> int:
-    return round(10 * float(jax.devices()[0].compute_capability))
+def _capability() -> int | str:
+    found = jax.devices()[0].compute_capability
+    return found if found in AMD else round(10 * float(found))
 
 
 _TYPES = {
@@ -71,6 +76,8 @@ def element_type(dtype) -> tl.dtype:
 
 def _through_jax_triton(kernel, operands, results, updated, grid, warps, stages, constants):
     jax_triton = _jax_triton()
+    if _capability() in AMD:
+        _pass_num_ctas()
     options: dict[str, Any] = {"kernel": kernel, "grid": grid, "num_warps": warps, "num_stages": stages, **constants}
     # Set explicitly, because Triton 3.10 will no longer fuse products and sums by default, and 3.9 warns about it.
     fused = {"enable_fp_fusion": True}
@@ -106,6 +113,23 @@ def _jax_triton() -> ModuleType:
     if jax.__version_info__ >= (0, 12) and rule and len(inspect.signature(rule).parameters) == 2:
         partial_eval.dce_rules[primitive] = lambda used_outs, live_ins, eqn: rule(used_outs, eqn)
     return jax_triton
+
+
+@cache
+def _pass_num_ctas() -> None:
+    """Passes `num_ctas` to Triton's backend for AMD GPUs, as Triton's own compiler does.
+
+    Triton 3.7 to 3.9 read it from the metadata of a kernel, but jax-triton 0.4.1 calls the backend with empty ones.
+    """
+    from triton.backends.amd.compiler import HIPBackend
+
+    make_llir = HIPBackend.make_llir
+
+    def with_num_ctas(src, metadata, options):
+        metadata.setdefault("num_ctas", options.num_ctas)
+        return make_llir(src, metadata, options)
+
+    HIPBackend.make_llir = staticmethod(with_num_ctas)
 
 
 @cache

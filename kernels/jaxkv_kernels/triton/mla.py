@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jaxkv_kernels.calls import DecodeMLA, DecodeMLASparse, PlanDecode, max_logits_reasons
 from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
+from jaxkv_kernels.generations import AMD
 from jaxkv_kernels.scores import merged, too_large, with_sinks
 from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.attention import (
@@ -93,6 +94,9 @@ def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
     - More rows on sm_90: tiles of 64 rows and 64 keys.  The queries (72 KiB) and two tiles of keys (72 KiB each) take
       216 KiB, and the results 128 registers per thread of 8 warps.  fp8_ds_mla has a third stage of raw bytes: 226 KiB.
     - Rotary parts that are summed as well: they are one tile more, of as many columns as the tiles of latents have.
+    - AMD GPUs: nobody has measured these sizes.  With 16 or 32 rows, 16 keys and 4 wavefronts, the tiles of every
+      format take at most 8 KiB of the 64 KiB of shared memory of gfx942, and 242 to 467 of its 512 registers per lane.
+      With 8 wavefronts, a lane has 256 registers, and most kernels spill.
     - More rows on other GPUs: tiles of 32 keys fit.  64 rows fit on sm_80 only, and only for entries that are not
       decoded, because decoded values need more memory.
     """
@@ -101,6 +105,16 @@ def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
         columns = COLUMNS if summed else 128
         return LatentConfig(rows=16, keys=16, columns=columns, warps=4, stages=1, programs_per_sm=1)
     arch = capability()
+    if arch in AMD:
+        columns = COLUMNS if entry.codec.scaled or summed else 128
+        return LatentConfig(
+            rows=padded_rows(rows, 16 if entry.codec.scaled else 32),
+            keys=16,
+            columns=columns,
+            warps=4,
+            stages=1,
+            programs_per_sm=1,
+        )
     large_shared_memory = arch in (80, 90)
     if rows <= 16:
         if entry.codec.scaled and arch == 90:

@@ -252,7 +252,8 @@ def reasons():
 def test_without_a_gpu_the_reason_is_the_device():
     if jax.default_backend() == "gpu":
         pytest.skip("this is a GPU")
-    assert reasons()[0] == "needs an NVIDIA GPU; the default backend is cpu"
+    needed = "an NVIDIA GPU or gfx942 (AMD MI300) or gfx950 (AMD MI350)"
+    assert reasons()[0] == f"needs {needed}; the default backend is cpu"
 
 
 def test_an_old_gpu_is_rejected(monkeypatch):
@@ -265,7 +266,7 @@ def test_an_old_gpu_is_rejected(monkeypatch):
 @pytest.fixture
 def with_a_gpu(monkeypatch):
     """The device is no reason, and jax-triton can lower for it."""
-    monkeypatch.setattr(available, "_device", lambda: iter(()))
+    monkeypatch.setattr(available, "_device", lambda generations: iter(()))
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for forget in (available._misfit.cache_clear, jax.clear_caches):
         forget()

@@ -14,10 +14,13 @@ import jax.numpy as jnp
 import pytest
 
 from jaxkv.support import call_of
+from jaxkv_kernels.generations import AMD
 from jaxkv_kernels.triton.kernels import Triton
 
 SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99}
 """KiB of shared memory that a program may have, by compute capability."""
+AMD_SHARED = {"gfx942": 64, "gfx950": 160}
+"""The same for AMD GPUs, by architecture."""
 
 
 def on_generations(names, cases, count):
@@ -64,11 +67,19 @@ class Built:
     """A thread."""
     stack: int
     """Bytes a thread: registers that were spilled, or arrays that found no registers."""
-    ptx: str
+    assembly: str
+    """PTX, or that of the AMD GPU."""
 
 
 def builds(capability, operation, *args, **kwargs):
-    """The kernels that `operation(*args, **kwargs)` launches, compiled for `capability`; arrays may be shapes."""
+    """The kernels that `operation(*args, **kwargs)` launches, compiled for `capability`; arrays may be shapes.
+
+    Args:
+      capability: compute capability times ten, or the architecture of an AMD GPU.
+      operation: a function of jaxkv.
+      *args: as in the call.
+      **kwargs: as in the call.
+    """
     return builds_of(capability, call_of(operation, *args, **kwargs))
 
 
@@ -109,8 +120,18 @@ def _compile(capability, kernel, arrays, warps, stages, constants):
     )
     options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     with TemporaryDirectory() as folder, mock.patch.dict("os.environ", TRITON_CACHE_DIR=folder):
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    return Built(kernel.__name__, made.metadata.shared, *_resources(made.asm["cubin"]), made.asm["ptx"])
+        target = GPUTarget("hip", capability, 64) if capability in AMD else GPUTarget("cuda", capability, 32)
+        made = triton.compile(source, target=target, options=options)
+    assembly = made.asm["amdgcn" if capability in AMD else "ptx"]
+    resources = _amd_resources(assembly) if capability in AMD else _resources(made.asm["cubin"])
+    return Built(kernel.__name__, made.metadata.shared, *resources, assembly)
+
+
+def _amd_resources(assembly):
+    """Registers, and bytes of scratch memory, of a thread."""
+    names = "vgpr_count", "private_segment_fixed_size"
+    (registers,), (stack,) = (re.findall(rf"^ *\.{name}: *(\d+)$", assembly, re.MULTILINE) for name in names)
+    return int(registers), int(stack)
 
 
 def _resources(cubin):
@@ -129,7 +150,7 @@ def _resources(cubin):
 
 @contextmanager
 def without_a_gpu(capability=90):
-    """jax-triton lowers for CUDA on any machine: stand-ins for what jaxlib brings with its GPU plugin."""
+    """jax-triton lowers for a GPU on any machine: stand-ins for what jaxlib brings with its GPU plugin."""
     import jaxlib.gpu_triton
 
     made = lambda *args, **kwargs: SimpleNamespace(to_proto=lambda *args: b"")  # noqa: E731
@@ -139,6 +160,7 @@ def without_a_gpu(capability=90):
     )
     stubs = dict.fromkeys(names, made) | {
         "get_compute_capability": lambda device: capability,
+        "get_arch_details": lambda device: f"{capability}:sramecc+:xnack-",
         "get_serialized_metadata": lambda proto: b"",
     }
     with (

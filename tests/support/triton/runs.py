@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
+from jaxkv_kernels.generations import GENERATIONS
 from jaxkv_kernels.triton.available import unavailable_reasons
 
 INTERPRETS = "TRITON_INTERPRET" in os.environ
@@ -18,7 +19,7 @@ def _missing(*packages, interprets):
     return *absent, *setting
 
 
-on_gpu = pytest.mark.gpu(missing=tuple(unavailable_reasons()))
+on_gpu = pytest.mark.gpu(missing=tuple(unavailable_reasons(GENERATIONS)))
 interpreted = pytest.mark.triton(missing=_missing("triton", interprets=True))
 compiles = pytest.mark.triton(missing=_missing("triton", interprets=False))
 lowers = pytest.mark.triton(missing=_missing("triton", "jax_triton", interprets=False))
