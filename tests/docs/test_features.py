@@ -81,10 +81,6 @@ REJECTED = {
         r"`strides.content` is 128: expected 1, as the content of an entry is contiguous",
     ),
     "results in float8 or FP4": (lambda: attend(out_dtype="float8_e4m3fn"), "unexpected keyword argument 'out_dtype'"),
-    "kernels of its own for NVIDIA Blackwell": (
-        lambda: attend(implementation="mosaic_gpu"),
-        "needs compute capability 9.0 .Hopper.; NVIDIA B200 has 10.0",
-    ),
     "kernels for other AMD GPUs, Intel GPUs and TPUs": (
         lambda: attend(implementation=("mosaic_gpu", "triton")),
         "needs an NVIDIA GPU or gfx942 .AMD MI300. or gfx950 .AMD MI350.; the default backend is tpu",
@@ -95,7 +91,6 @@ REJECTED = {
     ),
 }
 """A call that needs the feature, and how it is rejected."""
-BLACKWELL = type("Device", (), {"compute_capability": "10.0", "device_kind": "NVIDIA B200"})()
 
 
 @pytest.mark.parametrize("name", REJECTED)
@@ -103,9 +98,6 @@ def test_what_is_unsupported_is_rejected(name, monkeypatch):
     call, message = REJECTED[name]
     if "Hopper's" in name:
         assume_available(monkeypatch, "mosaic_gpu")
-    elif "Blackwell" in name:
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "devices", lambda: [BLACKWELL])
     elif "AMD" in name:
         monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     with pytest.raises((ValueError, TypeError, NotImplementedError), match=message):
