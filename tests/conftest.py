@@ -75,8 +75,10 @@ def _test_of(item) -> str:
 def pytest_collection_modifyitems(config, items):
     """Deselects the tests that cannot run on this machine, and limits the time of interpreted ones.
 
-    If `-m` asks for such a test, it is skipped with the reason.  Of each other test, one in N cases are kept with
-    `--one-in N`: at least one, unless they are all further cases of a test that has others.
+    If `-m` asks for such a test, it is skipped with the reason.
+
+    `--one-in N` keeps one in N cases of each test.  It keeps at least one, unless all of them are further cases (`ci`,
+    `slow`) and the test also has cases that run by default.
     """
     selected, deselected = [], []
     for item in items:

@@ -33,16 +33,21 @@ SLOTS = jax.ShapeDtypeStruct((2, 1, 64), "int32")
 COPY = (DECODE[2], jax.ShapeDtypeStruct((3,), "int32"), jax.ShapeDtypeStruct((3,), "int32"))
 
 
+def has_gpu(monkeypatch, capability, kind="A GPU"):
+    """Makes this machine one with such a GPU."""
+    gpu = type("GPU", (), {"compute_capability": capability, "device_kind": kind, "core_count": 100})()
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
+    dispatch._warn_of_untried.cache_clear()
+
+
 @pytest.fixture
 def on(monkeypatch):
     """Makes this machine one with a GPU of a compute capability, for which both packages are installed."""
 
     def make(capability):
-        gpu = type("GPU", (), {"compute_capability": capability, "device_kind": "A GPU", "core_count": 100})()
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
+        has_gpu(monkeypatch, capability)
         assume_available(monkeypatch, "triton")
-        dispatch._warn_of_untried.cache_clear()
 
     return make
 
@@ -119,13 +124,10 @@ def amd(monkeypatch):
     """Makes this machine one with an AMD GPU of an architecture, for which the packages are installed."""
 
     def make(architecture):
-        gpu = type("GPU", (), {"compute_capability": architecture, "device_kind": "An AMD GPU", "core_count": 100})()
-        monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-        monkeypatch.setattr(jax, "devices", lambda *_: [gpu])
+        has_gpu(monkeypatch, architecture, "An AMD GPU")
         monkeypatch.setattr(available, "_missing", lambda *packages: ())
         monkeypatch.setattr(available, "_misfit", lambda: ())
         monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-        dispatch._warn_of_untried.cache_clear()
 
     return make
 

@@ -21,6 +21,7 @@ from support import kernels, suites
 from support.cases import each_value, further, slow
 from support.compare import assert_close, assert_same_bits
 from support.hopper import kernel_operands, on_hopper, read_early
+from support.mosaic_mla import MosaicMLA
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
 
@@ -29,12 +30,9 @@ SIZES_OF_ENTRIES = [(512, 0), (128, 32), (192, 16), (64, 64)]
 """Besides 512 + 64: without a rotary part, with narrow ones, and with latents that are not multiples of 128."""
 
 
-class Mosaic:
+class Mosaic(MosaicMLA):
     """What every suite of these kernels says of itself."""
 
-    implementation = "mosaic_gpu"
-    latent, rope = 512, 64
-    exact = "bf16"
     gaps = (
         "entries of format",  # float32 has no wgmma
         "entries of 77 + 14",  # quantised entries, too, have DeepSeek's sizes
@@ -49,11 +47,6 @@ class Mosaic:
         "`mask`, a function",  # without intervals
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
-
-    def entry(self, name=None):
-        """Entries that are not quantised in the suite's sizes, others in those of models."""
-        plain = (name or self.exact) in ("bf16", "f16", "f32")
-        return super().entry(name) if plain else jaxkv.MLAEntry.typical(name)
 
 
 @on_hopper
@@ -144,13 +137,6 @@ class TestOtherSizes(TestDecodeMLA):
 @pytest.mark.usefixtures("interpreted")
 class TestInterpreted(Mosaic, suites.DecodeMLAChecks):
     """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
-
-    def case(self, lengths, heads, tokens=1, *, form="bf16", layout="BLNHC", layer=1, block_size=64, **keywords):
-        entry = self.entry(form)
-        scene = suites.scenes.scene(entry, lengths=lengths, block_size=block_size)
-        found = suites.layout_of(layout, entry, block_size=block_size)
-        q = suites.queries(entry, len(lengths), tokens, heads)
-        return self.check(q, scene.cache(found, layer), scene, layer, **keywords)
 
     @pytest.mark.parametrize("heads", [5, slow(16), further(64)])
     def test_lengths_round_the_edges(self, heads):

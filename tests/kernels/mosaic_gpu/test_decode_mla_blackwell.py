@@ -17,6 +17,7 @@ from support import suites
 from support.cases import further, slow
 from support.compare import assert_same_bits
 from support.hopper import on_blackwell
+from support.mosaic_mla import MosaicMLA
 
 pytestmark = pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")  # NaN is what stands in the way
 
@@ -30,12 +31,9 @@ def blackwell(interpreted):
         yield
 
 
-class Blackwell:
+class Blackwell(MosaicMLA):
     """What the suites of this kernel say of themselves."""
 
-    implementation = "mosaic_gpu"
-    latent, rope = 512, 64
-    exact = "bf16"
     gaps = (
         "entries of format",  # bf16 and f16 only
         "entries of 77 + 14",
@@ -45,11 +43,6 @@ class Blackwell:
         "`mask`, a function",  # without intervals
         "`logit_cap` of",  # too large for tanh by way of exp2
     )
-
-    def entry(self, name=None):
-        """Entries that are not quantised in the suite's sizes, others in those of models."""
-        plain = (name or self.exact) in ("bf16", "f16", "f32")
-        return super().entry(name) if plain else jaxkv.MLAEntry.typical(name)
 
 
 @on_blackwell
@@ -70,13 +63,6 @@ class TestWindowsOfBothSides(Blackwell, suites.MLAWindowsOfBothSides):
 @pytest.mark.usefixtures("blackwell")
 class TestInterpreted(Blackwell, suites.DecodeMLAChecks):
     """Numerics, barriers and races of a few telling cases, each of which takes the interpreter seconds."""
-
-    def case(self, lengths, heads, tokens=1, *, form="bf16", layout="BLNHC", layer=1, block_size=64, **keywords):
-        entry = self.entry(form)
-        scene = suites.scenes.scene(entry, lengths=lengths, block_size=block_size)
-        found = suites.layout_of(layout, entry, block_size=block_size)
-        q = suites.queries(entry, len(lengths), tokens, heads)
-        return self.check(q, scene.cache(found, layer), scene, layer, **keywords)
 
     @pytest.mark.parametrize(
         ("order", "padded"),
