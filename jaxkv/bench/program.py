@@ -46,14 +46,18 @@ class Program:
 
         cache: Any = jax.eval_shape(lambda: jaxkv.KVCache.zeros(self._layout))
         if workload.planned:
-            plan = jaxkv.plan_decode(
-                cache,
-                *self._shared.index,
-                num_heads=workload.heads,
-                q_len=workload.q_len,
-                implementation=implementation,  # type: ignore[arg-type]
-            )
-            self._shared = self._shared._replace(plan=plan)
+
+            def plan(index):
+                empty = jaxkv.KVCache.zeros(self._layout)  # of which a plan uses only the layout
+                return jaxkv.plan_decode(
+                    empty,
+                    *index,
+                    num_heads=workload.heads,
+                    q_len=workload.q_len,
+                    implementation=implementation,  # type: ignore[arg-type]
+                )
+
+            self._shared = self._shared._replace(plan=jax.jit(plan)(self._shared.index))
         once = self._varying._replace(others=())
         args, options = arguments(workload, cache, once, self._shared, 0)
         self.implementation = implementation or str(jaxkv.explain(function, *args, **options).chosen)

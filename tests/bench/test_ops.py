@@ -19,6 +19,7 @@ from jaxkv.bench.program import Measured, Program
 from jaxkv.bench.suites import WORKLOADS
 from jaxkv.bench.workload import workload
 from jaxkv_kernels.mosaic_gpu.runtime import stamp
+from jaxkv_kernels.xla.kernels import XLA
 from support.cases import further, slow
 from support.hopper import kernel_operands, read_early
 
@@ -103,6 +104,14 @@ def test_every_operation_is_timed(operation):
     assert found.compile > 0
     if jax.default_backend() == "cpu":
         assert found.kernels is None, "there is no CUPTI here"
+
+
+@pytest.mark.usefixtures("quick")
+def test_plans_are_made_by_kernels_that_are_not_plain_jax(monkeypatch):
+    monkeypatch.setattr(XLA, "transformable", False)  # as those of GPUs are, which take no descriptions of arrays
+    small = replace(CPU["decode_mla"], tokens=128, layers=2)
+    assert small.planned
+    assert Program(small, implementation="xla").compile().measure(repeats=2).timing.least > 0
 
 
 def test_a_call_that_computes_nothing_is_not_timed():
