@@ -17,7 +17,8 @@ Operations are pure functions: they take the cache and the layer as arguments, a
   two; the V3.2 indexer (`indexer_logits`, `select_topk`, `positions_to_slots`, and `select_slots`, which runs them on
   prompts of any length); `merge_states`; `mla_ragged_paged_attention` and `ragged_paged_attention`, which write and
   attend with the arguments of tpu-inference's kernels.
-- **States**: `write_state`, `read_state` store and read those of recurrent layers and compressors.
+- **States**: `write_state`, `read_state` store and read those of recurrent layers and compressors;
+  `decode_delta_rule` updates those of Gated DeltaNet and Kimi Delta Attention by a token, in place.
 - **Whole blocks**: `copy_blocks`, `read_blocks`, `write_blocks`, `convert_blocks`.
 - **Weights**: `grouped_swiglu`, feed-forwards of which each token passes through a few, chosen by `select_experts`;
   `TileScaled`, a weight in float8, and `scaled_linear`, tokens times such a weight.

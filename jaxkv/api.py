@@ -27,7 +27,7 @@ from jaxkv.ops.routing import select_experts
 from jaxkv.ops.scales import swizzle_scales
 from jaxkv.ops.slots import ragged_positions, ragged_slots, slots_for
 from jaxkv.ops.sparse import ExtraCache, decode_mla_sparse
-from jaxkv.ops.states import read_state, write_state
+from jaxkv.ops.states import decode_delta_rule, read_state, write_state
 from jaxkv.ops.writes import write_entries, write_indexer_k, write_kv, write_mla
 from jaxkv.support import Explanation, explain
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
@@ -66,6 +66,7 @@ __all__ = [  # noqa: RUF022 (the order of the API reference)
     # States
     "write_state",
     "read_state",
+    "decode_delta_rule",
     # Whole blocks
     "copy_blocks",
     "read_blocks",

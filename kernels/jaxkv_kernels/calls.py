@@ -639,6 +639,33 @@ class ReadState(CacheCall[dict[str, jax.Array], StateEntry]):
 
 
 @record
+class DecodeDeltaRule(CacheCall[tuple[jax.Array, Buffer], StateEntry]):
+    """A decode step of the gated delta rule (`delta_rule.py`) and of the convolution before it.
+
+    Returns out, float32 [T, H, V], which is 0 for tokens without a slot to write, and the buffer.  States are arrays
+    "conv" [W - 1, C] and "delta" [H, K, V], where C = 2 G K + H V.
+    """
+
+    operation = "decode_delta_rule"
+    buffer: jax.Array
+    x: jax.Array
+    """[T, C], one token per request: queries and keys of G heads, and values of H heads, before the convolution."""
+    decay: jax.Array
+    """float32 [T, H, 1] or [T, H, K]."""
+    rate: jax.Array
+    """float32 [T, H]."""
+    conv_weight: jax.Array
+    """[C, W]."""
+    read_slots: jax.Array
+    """[T], of the states before the tokens; a state is 0 if its slot is outside the cache."""
+    write_slots: jax.Array
+    """[T], of the states after the tokens; tokens whose slot is outside the cache are skipped."""
+
+    def run_on(self, kernels: "Kernels") -> tuple[jax.Array, Buffer]:
+        return kernels.decode_delta_rule(self)
+
+
+@record
 class CopyBlocks(BlocksCall[Buffer]):
     """Copies blocks; returns the buffer."""
 
@@ -1017,6 +1044,9 @@ class Kernels:
         raise NotImplementedError
 
     def read_state(self, call: ReadState) -> dict[str, jax.Array]:
+        raise NotImplementedError
+
+    def decode_delta_rule(self, call: DecodeDeltaRule) -> tuple[jax.Array, Buffer]:
         raise NotImplementedError
 
     def copy_blocks(self, call: CopyBlocks) -> Buffer:

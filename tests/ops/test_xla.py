@@ -104,6 +104,10 @@ class TestStates(suites.States):
     implementation = "xla"
 
 
+class TestDeltaRule(suites.DeltaRule):
+    implementation = "xla"
+
+
 class TestBlocks(suites.Blocks):
     implementation = "xla"
 

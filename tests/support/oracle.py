@@ -112,6 +112,24 @@ def encode_state(states):
     return np.concatenate([np.pad(row, [(0, 0), (0, -row.shape[1] % 16)]) for row in rows], axis=1)
 
 
+def decode_delta_rule(x, decay, rate, conv_weight, conv, delta):
+    """A token of each request through the gated delta rule, in float64: (out, conv, delta)."""
+    x, decay, rate, conv_weight, conv, delta = (np.asarray(a, np.float64) for a in (x, decay, rate, conv_weight, conv, delta))
+    (count, heads, keys, values), out, delta = delta.shape, np.zeros(delta.shape[:2] + delta.shape[3:]), delta.copy()
+    tokens = np.concatenate([conv, x[:, None]], axis=1)
+    mixed = (tokens * conv_weight.T).sum(axis=1)
+    mixed = mixed / (1 + np.exp(-mixed))
+    q, k = mixed[:, : x.shape[1] - heads * values].reshape(count, 2, -1, keys).swapaxes(0, 1)
+    v = mixed[:, x.shape[1] - heads * values :].reshape(count, heads, values)
+    for t, h in np.ndindex(count, heads):
+        query, key = (part[t, h // (heads // k.shape[1])] for part in (q, k))
+        query, key = (part / np.sqrt(part @ part + 1e-6) for part in (query, key))
+        held = np.exp(decay[t, h])[:, None] * delta[t, h]
+        delta[t, h] = held + np.outer(key, rate[t, h] * (v[t, h] - key @ held))
+        out[t, h] = query @ delta[t, h] / np.sqrt(keys)
+    return out, tokens[:, 1:], delta
+
+
 def _plain(dtype):
     def decode(field, sizes, scales):
         firsts = np.cumsum([0, *sizes[:-1]]) * np.dtype(dtype).itemsize

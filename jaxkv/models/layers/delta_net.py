@@ -5,7 +5,8 @@ A state is a matrix per value head, and the last tokens before a short convoluti
 "state" (`Model.layout_with_states`) has the states of all recurrent layers after the last token of block j that was
 computed.  A step reads the state of the block with the request's last cached token, and writes that of the block with
 its own last token; ids of other blocks may be -1, so that a running request needs two blocks at most.  States are
-passed on between steps, not between rows: in a step, a request has one row.
+passed on between steps, not between rows: in a step, a request has one row, and no row writes a block that another one
+reads.  Rows of one token each are decoded by `decode_delta_rule`, in place where both blocks are the same.
 
 A block of a prompt whose state is kept is a prefix.  Another request continues from it if its tables have the same
 block of states, and the same blocks of keys and values up to it.
@@ -21,11 +22,12 @@ from jaxkv.cache import KVCache
 from jaxkv.models.batch import Batch, joined
 from jaxkv.models.config import DeltaNet
 from jaxkv.models.layers.block import AttentionFn
-from jaxkv.models.layers.delta_rule import convolve, gated_delta_rule
+from jaxkv.models.layers.delta_rule import gated_delta_rule
 from jaxkv.models.layers.linear import linear, rms_norm, with_rank
 from jaxkv.models.model import STATE, Model
 from jaxkv.ops.slots import slots_for
-from jaxkv.ops.states import read_state, write_state
+from jaxkv.ops.states import decode_delta_rule, read_state, write_state
+from jaxkv_kernels.delta_rule import convolve, heads_of
 
 
 def delta_net_or(attention: AttentionFn) -> AttentionFn:
@@ -79,18 +81,26 @@ def delta_net(
 
     inputs = (_of_channels if config.channel_decays else _of_heads)(config, weights, x)
     new = batch.slots.reshape(shape) >= 0, inputs.mixed, inputs.decay, inputs.rate
-    results: list[Any] = []
+    outs, stored = [], []
     for sub_batch, *arrays in zip(batch.sub_batches, *map(batch.divided, new), strict=True):
         count = arrays[0].sum(axis=1, dtype=jnp.int32)
         before, after = sub_batch.seq_lens - count - 1, jnp.where(count > 0, sub_batch.seq_lens, 0) - 1
-        before, after = (slots_for(sub_batch.tables[STATE], last // tokens, states) for last in (before, after))
+        slots = [slots_for(sub_batch.tables[STATE], last // tokens, states) for last in (before, after)]
+        if sub_batch.shape[1] == 1:
+            mixed, decay, rate = (part[:, 0] for part in arrays[1:])
+            weight = weights["conv"][:, 0]
+            out, states = decode_delta_rule(mixed, decay, rate, weight, states, *slots, **options)
+            outs.append(out[:, None])
+            continue
         # XLA must not read the old states once more, after the new ones are stored: it would copy the cache before.
-        states, state = lax.optimization_barrier((states, read_state(states, before, **options)))
-        results.append((after, *_advance(config, weights, state, count, *arrays)))
-    for slots, after, _ in results:
-        states = write_state(states, after, slots, **options)
+        states, state = lax.optimization_barrier((states, read_state(states, slots[0], **options)))
+        state, out = _advance(config, weights, state, count, *arrays)
+        stored.append((state, slots[1]))
+        outs.append(out)
+    for state, slots in stored:
+        states = write_state(states, state, slots, **options)
 
-    out = joined([out for *_, out in results]).astype(x.dtype)
+    out = joined(outs).astype(x.dtype)
     out = rms_norm(out, weights["norm"], model.config.rms_norm_eps).astype(jnp.float32) * inputs.gate
     return states.view(cache.layout), None, linear(out.astype(x.dtype).reshape(*shape, -1), weights["o"])
 
@@ -130,9 +140,6 @@ def _advance(config: DeltaNet, weights, state, count, is_new, mixed, decay, rate
     mixed, decay, rate = (
         jnp.where(jnp.expand_dims(is_new, range(2, part.ndim)), part, 0) for part in (jax.nn.silu(mixed), decay, rate)
     )
-    size = config.num_key_heads * config.key_head_dim
-    sizes = (config.key_head_dim, config.key_head_dim, config.value_head_dim)
-    parts = zip(jnp.split(mixed, [size, 2 * size], axis=-1), sizes, strict=True)
-    q, k, v = (part.reshape(*mixed.shape[:2], -1, n) for part, n in parts)
+    q, k, v = heads_of(mixed, config.num_value_heads, config.key_head_dim, config.value_head_dim)
     out, delta = gated_delta_rule(q, k, v, decay, rate, state["delta"])
     return {"conv": conv, "delta": delta}, out

@@ -1,16 +1,6 @@
-"""The gated delta rule (arXiv 2412.06464), and the short causal convolution before it, with their states.
+"""The gated delta rule (`jaxkv_kernels/delta_rule.py` defines it for one token) for many tokens at once.
 
-A head has a state S [K, V].  Each token has a query q and a key k [K], a value v [V], the logarithm g <= 0 of a decay,
-and a rate b:
-
-    S = exp(g) S
-    S = S + k (b (v - S' k))'
-    o = S' q
-
-In Kimi Delta Attention (arXiv 2510.26692), g is a vector [K], and each row of S has a decay of its own.
-
-`recurrent` computes this token by token.  `chunked` computes the same for many tokens at once.  Within a chunk, let
-c_i be the sum of g up to token i, <a_i, k_j> the sum of the values of a_i exp(c_i - c_j) k_j, and
+Within a chunk, let c_i be the sum of g up to token i, <a_i, k_j> the sum of the values of a_i exp(c_i - c_j) k_j, and
 L[i, j] = b_i <k_i, k_j> for j < i, else 0.  With the state S before the chunk, what the tokens add to the state are the
 rows of
 
@@ -23,42 +13,19 @@ per chunk.
 All arithmetic is in float32.
 """
 
-from functools import partial, reduce
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxkv.models.layers.linear import product, with_rank
+from jaxkv.models.layers.linear import product
+from jaxkv_kernels.delta_rule import unit_queries_and_keys
 
 CHUNK = 64
 """Tokens of a chunk.  Work within chunks grows with it, and the number of consecutive steps falls."""
-NORM_EPS = 1e-6
-"""What is added to the squared lengths of queries and keys before these are divided by their lengths."""
-
-
-def convolve(x, state, weight, count) -> tuple[jax.Array, jax.Array]:
-    """The causal convolution of each channel over the tokens of a request; returns it and the next state.
-
-    Args:
-      x: [B, Q, C], the new tokens, aligned to the end; those before them may hold anything.
-      state: float32 [B, W - 1, C], the W - 1 tokens before the new ones; 0 before the first of a request.
-      weight: [C, W], in which the new token has the last column.
-      count: int32 [B], the new tokens of each request.
-
-    Returns:
-      float32 [B, Q, C], of which those before the new tokens have no meaning; and the state, of the last W - 1 tokens.
-    """
-    (_, q_len, _), width = x.shape, weight.shape[-1]
-    x, weight = jnp.pad(x.astype(jnp.float32), ((0, 0), (width - 1, 0), (0, 0))), weight.astype(jnp.float32)
-    # The state lies before the first new token of each row.
-    x = jax.vmap(partial(lax.dynamic_update_slice_in_dim, axis=0))(x, state, q_len - count)
-    taps = [x[:, i : i + q_len] * with_rank(weight[:, i], 3) for i in range(width)]
-    return reduce(jnp.add, taps), x[:, q_len:]
 
 
 def gated_delta_rule(q, k, v, decay, rate, state) -> tuple[jax.Array, jax.Array]:
-    """The rule for new tokens: the outputs, and the state after the last token.
+    """The rule for new tokens, by chunks of `CHUNK`: the outputs, and the state after the last token.
 
     Queries and keys are divided by their lengths, and queries by the square root of K.  Value head h reads key head
     h // (H / G).  A token with `decay` 0 and `rate` 0 leaves the state as it is.
@@ -67,35 +34,15 @@ def gated_delta_rule(q, k, v, decay, rate, state) -> tuple[jax.Array, jax.Array]
       q: [B, Q, G, K], like `k`.
       k: the keys.
       v: [B, Q, H, V].
-      decay: float32 [B, Q, H, 1], g above; or [B, Q, H, K], one per value of a key.
-      rate: float32 [B, Q, H], b above.
+      decay: float32 [B, Q, H, 1], the logarithms g of the heads' decays; or [B, Q, H, K], one per value of a key.
+      rate: float32 [B, Q, H], the rates b at which states are corrected.
       state: float32 [B, H, K, V].
 
     Returns:
       float32 [B, Q, H, V], and the state, of its shape.
     """
-    group = v.shape[2] // k.shape[2]
-    q, k = (jnp.repeat(_unit(part.astype(jnp.float32)), group, axis=2) for part in (q, k))
-    form = recurrent if v.shape[1] == 1 else chunked
-    return form(q * q.shape[-1] ** -0.5, k, v.astype(jnp.float32), decay, rate, state)
-
-
-def recurrent(q, k, v, decay, rate, state) -> tuple[jax.Array, jax.Array]:
-    """The rule token by token; all arrays are float32, and queries and keys [B, Q, H, K]."""
-
-    def token(state, new):
-        q, k, v, decay, rate = new
-        q, k = q[..., None], k[..., None]
-        state = state * jnp.exp(decay)[..., None]
-        state = state + k * (rate[..., None] * (v - (k * state).sum(axis=-2)))[..., None, :]
-        return state, (q * state).sum(axis=-2)
-
-    state, out = lax.scan(token, state, tuple(jnp.moveaxis(part, 1, 0) for part in (q, k, v, decay, rate)))
-    return jnp.moveaxis(out, 0, 1), state
-
-
-def chunked(q, k, v, decay, rate, state) -> tuple[jax.Array, jax.Array]:
-    """The same by chunks of `CHUNK` tokens, or fewer if there are fewer."""
+    q, k = unit_queries_and_keys(q, k, v.shape[2])
+    v = v.astype(jnp.float32)
     q_len = q.shape[1]
     chunk = min(CHUNK, 1 << (q_len - 1).bit_length())
     q, k, v, decay, rate = (_chunks(part, chunk) for part in (q, k, v, decay, rate))  # [B, N, H, chunk, ...]
@@ -180,11 +127,6 @@ def _exp_sums(decay) -> tuple[jax.Array, jax.Array]:
     axis = decay.ndim - 2
     later = jnp.concatenate([decay[..., 1:, :], jnp.zeros_like(decay[..., :1, :])], axis=axis)
     return jnp.exp(lax.cumsum(decay, axis)), jnp.exp(lax.cumsum(later, axis, reverse=True))
-
-
-def _unit(x) -> jax.Array:
-    """x [..., n] divided by its length."""
-    return x * lax.rsqrt((x * x).sum(axis=-1, keepdims=True) + NORM_EPS)
 
 
 def _chunks(x, chunk: int) -> jax.Array:

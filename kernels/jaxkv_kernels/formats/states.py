@@ -101,8 +101,8 @@ class StateEntry(Entry):
 
     @classmethod
     def typical(cls, format: str) -> "StateEntry":
-        """The convolution and SSM states of a small layer."""
-        return cls({"conv": ((4, 128), "float32"), "ssm": ((8, 16, 16), "float32")})
+        """The states of a small layer with the gated delta rule: 4 heads of queries and keys, and 8 of values."""
+        return cls({"conv": ((3, 256), "float32"), "delta": ((8, 16, 16), "float32")})
 
     @property
     def named_sizes(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ from jaxkv_kernels.generations import GENERATIONS
 from jaxkv_kernels.triton import (
     available,
     blocks,
+    delta_rule,
     entries,
     gqa,
     hot_rows,
@@ -134,6 +135,10 @@ class Triton(Kernels):
     @supports(_STATE, states.unsupported_reasons, _NVIDIA)
     def read_state(self, call: calls.ReadState) -> dict[str, jax.Array]:
         return states.read_state(call)
+
+    @supports(_STATE, delta_rule.unsupported_reasons, _ANY)
+    def decode_delta_rule(self, call: calls.DecodeDeltaRule) -> tuple[jax.Array, Buffer]:
+        return delta_rule.decode_delta_rule(call)
 
     @supports(None, blocks.unsupported_reasons, _NVIDIA)
     def copy_blocks(self, call: calls.CopyBlocks) -> Buffer:

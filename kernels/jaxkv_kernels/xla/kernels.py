@@ -13,7 +13,7 @@ from jaxkv_kernels.calls import Kernels, Listed, supports
 from jaxkv_kernels.formats import FORMATS
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.states import StateEntry
-from jaxkv_kernels.xla import attention, blocks, entries, experts, hot_rows, indexer, prefill, sparse
+from jaxkv_kernels.xla import attention, blocks, delta_rule, entries, experts, hot_rows, indexer, prefill, sparse
 
 _MLA: Listed = {MLAEntry: FORMATS}
 _KV: Listed = {KVEntry: FORMATS}
@@ -122,6 +122,10 @@ class XLA(Kernels):
     @supports(_STATE)
     def read_state(self, call: calls.ReadState) -> dict[str, jax.Array]:
         return entries.read_state(call)
+
+    @supports(_STATE)
+    def decode_delta_rule(self, call: calls.DecodeDeltaRule) -> tuple[jax.Array, Buffer]:
+        return delta_rule.decode_delta_rule(call)
 
     @supports()
     def copy_blocks(self, call: calls.CopyBlocks) -> Buffer:

@@ -1,4 +1,4 @@
-"""Triton kernels that copy: the whole suites on a GPU (`-m gpu`), selected parts of them in Triton's interpreter."""
+"""Triton kernels that copy, and those of states: the whole suites on a GPU (`-m gpu`), selected parts of them in Triton's interpreter."""
 
 import pytest
 
@@ -28,6 +28,11 @@ class TestBlocks(Triton, suites.Blocks, suites.BlocksInScans):
 
 @on_gpu
 class TestStates(Triton, suites.States):
+    """The whole suite, on the GPU."""
+
+
+@on_gpu
+class TestDeltaRule(Triton, suites.DeltaRule):
     """The whole suite, on the GPU."""
 
 
@@ -79,6 +84,12 @@ class TestInterpretedBlocks(Triton, suites.Blocks, suites.BlocksInScans):
 @interpreted
 @pytest.mark.usefixtures("interpreting")
 class TestInterpretedStates(Triton, suites.States):
+    """The whole suite."""
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
+class TestInterpretedDeltaRule(Triton, suites.DeltaRule):
     """The whole suite."""
 
 

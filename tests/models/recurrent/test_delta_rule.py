@@ -1,13 +1,12 @@
-"""The gated delta rule in both of its forms, and the convolution, compared with float64 NumPy loops."""
-
-from functools import partial
+"""The gated delta rule by chunks and token by token, and the convolution, compared with float64 NumPy loops."""
 
 import jax
 import numpy as np
 import pytest
+from jax import lax
 
-from jaxkv.models.layers import delta_rule
-from jaxkv.models.layers.delta_rule import convolve, gated_delta_rule
+from jaxkv.models.layers.delta_rule import gated_delta_rule
+from jaxkv_kernels.delta_rule import advance, convolve, unit_queries_and_keys
 from support.cases import further
 from support.compare import assert_close, assert_same_bits
 
@@ -49,7 +48,19 @@ def assert_both_close(found, right):
         assert_close(one, other, roundings=ROUNDINGS, what=name)
 
 
-FORMS = {form.__name__: form for form in (delta_rule.recurrent, delta_rule.chunked)}
+def token_by_token(q, k, v, decay, rate, state):
+    """`gated_delta_rule`, by a step of the rule per token."""
+
+    def step(state, token):
+        q, k, v, decay, rate = token
+        out, state = advance(*unit_queries_and_keys(q, k, v.shape[-2]), v, decay, rate, state)
+        return state, out
+
+    state, out = lax.scan(step, state, [part.swapaxes(0, 1) for part in (q, k, v, decay, rate)])
+    return out.swapaxes(0, 1), state
+
+
+FORMS = {form.__name__: form for form in (token_by_token, gated_delta_rule)}
 run = jax.jit(gated_delta_rule)
 
 
@@ -71,11 +82,9 @@ run = jax.jit(gated_delta_rule)
         (130, {"decays": 16, "alike": 1.0}),
     ],
 )
-def test_both_forms_equal_float64(form, tokens, options, monkeypatch):
-    for name in FORMS:
-        monkeypatch.setattr(delta_rule, name, FORMS[form])
+def test_both_forms_equal_float64(form, tokens, options):
     arguments = drawn(tokens, **options)
-    assert_both_close(jax.jit(partial(gated_delta_rule))(*arguments), truth(*arguments))
+    assert_both_close(jax.jit(FORMS[form])(*arguments), truth(*arguments))
 
 
 @pytest.mark.parametrize("sizes", [(1,) * 5, (100, 1, 29)])

@@ -41,6 +41,7 @@ from support.suites.base import check_ragged as check_ragged
 from support.suites.base import layout_of as layout_of
 from support.suites.blocks import BlockChecks as BlockChecks
 from support.suites.blocks import Blocks as Blocks
+from support.suites.delta_rule import DeltaRule as DeltaRule
 from support.suites.experts import ExpertChecks as ExpertChecks
 from support.suites.experts import Experts as Experts
 from support.suites.gathers import GatherChecks as GatherChecks
