@@ -19,8 +19,8 @@ def checked[**P, T](function: Callable[P, T]) -> Callable[P, T]:
 
     Without checks, invalid data never touches the memory of other requests, but it is silently ignored: invalid slots
     are skipped and invalid blocks masked.  With checks, the first error raises ValueError with the argument's name, the
-    position and the value.  The checks find slots and block ids out of range, a slot written twice in one call, lengths
-    beyond the table, lengths other than those that a plan was made for, traced layers out of range, and NaN in entries
+    position and the value.  The checks find slots and block ids out of range, a slot written twice in one call, states
+    that one token of a call reads and another one writes, lengths beyond the table or other than those of a plan, traced layers out of range, and NaN in entries
     that a decode reads.
 
     `function` may use `jit` and `scan`, but not `vmap`.  Call the result outside of `jit`: there, it could not raise.
@@ -78,6 +78,13 @@ def check_written_once(name, slots, what):
     require(
         ~jnp.zeros(slots.shape, bool).at[order].set(again), name, slots, f"this {what} is written twice in one call"
     )
+
+
+def check_read_apart(name, slots, written):
+    """Checks that no slot is read that another element of `written` is; negative ones are not written."""
+    others = ~jnp.eye(slots.size, dtype=bool) & (slots[:, None] == written[None]) & (written[None] >= 0)
+    # An element that writes nothing reads nothing.
+    require(~others.any(axis=1) | (written < 0), name, slots, "this slot is written by another token of the call")
 
 
 def check_tables(block_tables, first, lengths, pages, name="seq_lens", tables_name="block_tables", *, most=None):

@@ -68,15 +68,14 @@ class Program:
         result = jax.tree.unflatten(exported.out_tree, exported.out_avals)
         if isinstance(result, jaxkv.DecodePlan) and result.schedule is None:
             raise NotImplementedError(f"{workload.operation}: {self.implementation} has nothing to compute")
-        self._writes = isinstance(result, jaxkv.KVCache)
-        sets = workload.sets
+        result, written = _divided(result)
+        self._writes, sets = written is not None, workload.sets
+        self._outs = [jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), result) for _ in range(sets)]
+        carry, fixed = (self._varying, self._outs), (cache, self._shared)
         if self._writes:
-            self._chain = Chain(self._write, (cache, self._varying), self._shared, least=sets * workload.least_seconds)
-        else:
-            self._outs = [jax.tree.map(lambda out: jnp.zeros(out.shape, out.dtype), result) for _ in range(sets)]
-            self._chain = Chain(
-                self._read, (self._varying, self._outs), (cache, self._shared), least=sets * workload.least_seconds
-            )
+            carry, fixed = (cache, *carry), self._shared
+        step = self._write if self._writes else self._read
+        self._chain = Chain(step, carry, fixed, least=sets * workload.least_seconds)
         self._seconds = time.perf_counter() - start
 
     def compile(self) -> "Program":
@@ -93,20 +92,19 @@ class Program:
         sets = self._workload.sets
         kernels = time_kernels(once, state, self._varying, self._shared, layer, repeats=repeats)
         del state  # if this is a Ref, it holds a copy of the cache
+        carry, fixed = (self._varying, self._outs), (cache, self._shared)
         if self._writes:
-            timing = self._chain.time((cache, self._varying), self._shared, repeats=repeats, sustain=True)
-        else:
-            carry, fixed = (self._varying, self._outs), (cache, self._shared)
-            timing = self._chain.time(carry, fixed, repeats=repeats, sustain=True)
+            carry, fixed = (cache, *carry), self._shared
+        timing = self._chain.time(carry, fixed, repeats=repeats, sustain=True)
         kernels = kernels and kernels.divided(sets)
         return Measured(self.implementation, timing.divided(sets), kernels, self._seconds)
 
     def _write(self, i, carry, shared):
-        """A call for each set of values, which writes."""
-        cache, varying = carry
-        for each, layer in self._turn(varying, _layer(i, varying)):
-            cache = self._call(cache, each, shared, layer)
-        return cache, lax.optimization_barrier(varying)
+        """A call for each set of values, which writes; each set has a result of its own, if it has one."""
+        cache, varying, outs = carry[0], carry[1], list(carry[2])
+        for number, (each, layer) in enumerate(self._turn(varying, _layer(i, varying))):
+            outs[number], cache = _divided(self._call(cache, each, shared, layer))
+        return cache, lax.optimization_barrier(varying), outs
 
     def _read(self, i, carry, fixed):
         """A call for each set of values, which reads; each set has a result of its own."""
@@ -136,11 +134,20 @@ class Program:
 
         Unlike a donated cache, the Ref can be passed to several calls.
         """
-        cache = jaxkv.KVCache(ref[...], self._layout)
+        cache, outs = jaxkv.KVCache(ref[...], self._layout), []
         for each, place in self._turn(varying, layer):
-            cache = self._call(cache, each, shared, place)
+            out, cache = _divided(self._call(cache, each, shared, place))
+            outs.append(out)
         ref[...] = cache.buffer
-        return lax.optimization_barrier(layer)
+        return lax.optimization_barrier((layer, outs))
+
+
+def _divided(result) -> tuple[Any, Any]:
+    """The result of a call without the cache, or None if it is only that, and the cache that it wrote, or None."""
+    if isinstance(result, jaxkv.KVCache):
+        return None, result
+    wrote = isinstance(result, tuple) and isinstance(result[-1], jaxkv.KVCache)
+    return (result[:-1], result[-1]) if wrote else (result, None)
 
 
 def _layer(i, varying: Varying):

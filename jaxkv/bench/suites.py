@@ -60,6 +60,7 @@ def _cpu() -> Iterator[Workload]:
     yield cross(operation="indexer_logits", requests=2, heads=16, tokens=4096)
     yield cross(operation="write_state", requests=2, tokens=1, block_size=1)
     yield cross(operation="read_state", requests=2, tokens=1, block_size=1)
+    yield cross(operation="decode_delta_rule", requests=2, tokens=1, block_size=1)
     yield cross(operation="copy_blocks", requests=1, tokens=2048)
     yield cross(operation="read_blocks", requests=1, tokens=2048)
     yield cross(operation="write_blocks", requests=1, tokens=2048)
@@ -169,6 +170,10 @@ def _models() -> Iterator[Workload]:
         yield sparse(format=entries, **_shape(SPARSE[0]))
     for operation in ("write_state", "read_state"):
         yield workload(suite="models", operation=operation, requests=64, tokens=1, layers=4, block_size=1)
+    step = partial(workload, suite="models", operation="decode_delta_rule", tokens=1, layers=4, block_size=1)
+    for requests in (1, 64):
+        for channel_decays in (False, True):
+            yield step(requests=requests, channel_decays=channel_decays)
     experts = partial(workload, suite="models", operation="grouped_swiglu", layers=1)
     for tokens in (1, 32, 128, 256, 512, 8192):
         yield experts(requests=tokens, tokens=64, chosen=6)

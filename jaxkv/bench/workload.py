@@ -3,6 +3,7 @@
 There is a subclass for each family of operations, and a table of them: `FAMILIES`.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -119,6 +120,8 @@ class Workload:
     """Whether successive calls use other values and results, so that the GPU's L2 cache has none of their data."""
     rotated: bool = False
     """Whether `write_mla` rotates the rotary keys that it stores."""
+    channel_decays: bool = False
+    """Whether each value of a key decays by itself, with the heads of Kimi Linear instead of Qwen3-Next's."""
     block_size: int = 64
 
     has_queries: ClassVar[bool] = False
@@ -147,6 +150,7 @@ class Workload:
             (self.blocks, "plain"),
             ("rotated" * self.rotated, ""),
             ("cold" * self.cold, ""),
+            ("channels" * self.channel_decays, ""),
             (f"w{self.window}", "w0"),
         )
         sizes = f"{self.requests}x{queries}{self.tokens}{self.varlen}"
@@ -551,6 +555,52 @@ class ReadState(WriteState):
         return []
 
 
+class DecodeDeltaRule(Workload):
+    """A decode step of a layer with the gated delta rule: 32 heads of 128 x 128, as of Qwen3-Next and Kimi Linear."""
+
+    usual_format = "state"
+
+    @property
+    def _delta(self) -> tuple[int, int, int]:
+        """H, K and V."""
+        return 32, 128, 128
+
+    @property
+    def entry(self):
+        """The last three tokens before the convolution, and the states of the heads."""
+        heads, keys, values = self._delta
+        key_heads = heads if self.channel_decays else heads // 2
+        channels = 2 * key_heads * keys + heads * values
+        return jaxkv.StateEntry({"conv": ((3, channels), "float32"), "delta": (self._delta, "float32")})
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the tokens and of the weight of the convolution."""
+        taps, channels = self.entry.shapes["conv"]
+        return [((self.requests, channels), "bfloat16"), ((channels, taps + 1), "bfloat16")]
+
+    def index(self, requests, rng):
+        """The slot of each request, whose state is updated in place; decays and rates."""
+        heads, keys, _ = self._delta
+        shape = self.requests, heads
+        decays = -rng.uniform(0, 1, (*shape, keys if self.channel_decays else 1)).astype(np.float32)
+        slots = requests.slots(np.arange(self.requests), np.zeros(self.requests, np.int32))
+        return [], [slots, decays, rng.uniform(0, 1, shape).astype(np.float32)]
+
+    def arguments(self, cache, values, index, layer):
+        """Tokens, decays, rates, the weight, the cache, and the slots to read and to write."""
+        (x, weight), (slots, *gates) = values, index
+        return (x, *gates, weight, cache, slots, slots), {"layer": layer}
+
+    @property
+    def traffic(self) -> int:
+        """Bytes of the states, read and written, and of the other arguments and the outputs, each once."""
+        heads, keys, values = self._delta
+        given = sum(2 * math.prod(shape) for shape, _ in self.value_shapes)
+        floats = self.requests * heads * ((keys if self.channel_decays else 1) + 1 + values)
+        return 2 * self.requests * self.entry.nbytes + given + 4 * floats
+
+
 class Plan(Workload):
     """A plan for attention."""
 
@@ -806,6 +856,7 @@ FAMILIES: dict[str, type[Workload]] = {
     "select_experts": Routing,
     "write_state": WriteState,
     "read_state": ReadState,
+    "decode_delta_rule": DecodeDeltaRule,
     "copy_blocks": CopyBlocks,
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from jax.typing import ArrayLike
 
+from jaxkv import data_checks
 from jaxkv.cache import KVCache
 from jaxkv.checks import Dims, check_cache
 from jaxkv.dispatch import Implementations, run
@@ -143,6 +144,8 @@ def decode_delta_rule(
     dims.check("conv_weight", conv_weight, "C W")
     read_slots, layer = checked_slots("read_slots", read_slots, layer, cache, dims, written=False)
     write_slots, layer = checked_slots("write_slots", write_slots, layer, cache, dims)
+    if data_checks.checking():
+        data_checks.check_read_apart("read_slots", read_slots, write_slots)
     arrays: dict[str, Any] = {"x": x, "decay": decay, "rate": rate, "conv_weight": conv_weight}
     slots = {"read_slots": read_slots, "write_slots": write_slots}
     out, buffer = run(calls.DecodeDeltaRule(**entries_of(cache), **arrays, **slots, layer=layer), implementation)

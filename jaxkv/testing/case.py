@@ -10,6 +10,7 @@ import numpy as np
 import jaxkv
 from jaxkv.ops.operation import Operation
 from jaxkv.testing.random_layouts import draw_entry, draw_layout, pick
+from jaxkv_kernels.formats.entries import Entry
 
 PER_HEAD, PER_TOKEN = SCALES = "scales per head", "scales per token"
 """Which scales of entries and queries are passed, if they have any: without these, one for all."""
@@ -65,7 +66,7 @@ class Case:
     extras: tuple[str, ...]
     """Names of the optional arguments that are passed, and of `SCALES`."""
 
-    effect: ClassVar[Literal["reads", "writes", "moves blocks"]] = "reads"
+    effect: ClassVar[Literal["reads", "writes", "updates states", "moves blocks"]] = "reads"
     """What the call does to the cache.  It decides how the result is checked."""
     result: ClassVar[Literal["bits", "attention", "logits", "sums"]] = "bits"
     """How the result of a read is compared: bit for bit, or within roundings."""
@@ -73,7 +74,7 @@ class Case:
     @classmethod
     def drawn(cls, rng: np.random.Generator, operation: Operation) -> Self:
         """A random case of `operation`."""
-        layout = draw_layout(rng, draw_entry(rng, operation.entries or (jaxkv.MLAEntry,)))
+        layout = draw_layout(rng, cls.entry(rng, operation))
         fields: dict[str, Any] = {
             "requests": pick(rng, 1, 2, 3, 5, 17),
             "columns": pick(rng, 1, 2, 5, layout.num_blocks),
@@ -87,6 +88,11 @@ class Case:
         fields |= cls.sizes(rng, layout, fields)
         fields["options"] = tuple(fields["options"].items())
         return cls(operation.name, layout, **fields)
+
+    @classmethod
+    def entry(cls, rng: np.random.Generator, operation: Operation) -> Entry:
+        """A random entry of the cache."""
+        return draw_entry(rng, operation.entries or (jaxkv.MLAEntry,))
 
     @classmethod
     def optional(cls) -> tuple[str, ...]:

@@ -3,7 +3,7 @@
 The expected result is that of `xla` on a twin: a packed cache of one layer.  An address map, computed by NumPy from the
 strides alone, gives the place of each entry of the twin in the buffer under test.  Everything that a call may not read
 is NaN.  Everything that it may not write is random bytes, which must not change.  Writes, gathers and copies must agree
-bit for bit, attention within some roundings of its dtype.
+bit for bit, attention and updated states within some roundings of their dtype.
 """
 
 import math
@@ -100,6 +100,32 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
         twin = case.expected(cache_of(twin_layout, values_of(twin_before)), values, draw, twin_layer)
         return [differ(raw(found), jnp.where(where.layer == layer, raw(twin)[where.place], before))]
 
+    def updating(key, draw: Draw, where: AddressMap, layer, twin_layer):
+        slots = jnp.arange(layout.num_slots, dtype=jnp.int32)
+        states = normal(key, [(shape, jnp.float32) for shape in case.entry_shapes(layout.num_slots)])
+        twin = jaxkv.KVCache.zeros(twin_layout)
+        twin = case.writer(twin, *states, slots, layer=0, implementation="xla")
+        before = noise(jax.random.fold_in(key, 2), elements_of(layout))
+        before = jnp.where(where.layer == layer, raw(twin)[where.place], before)
+        values = normal(jax.random.fold_in(key, 1), case.value_shapes)
+        out, cache = case.run(cache_of(layout, values_of(before)), values, draw, draw.layer, implementation)
+        expected, twin = case.expected(twin, values, draw, twin_layer)
+        *_, written = draw.index
+        found, right = (
+            jaxkv.read_state(held, written, layer=at, implementation="xla")
+            for held, at in ((cache, draw.layer), (twin, twin_layer))
+        )
+        # All else is as it was: the twin with the states that were found.
+        twin = jaxkv.write_state(twin, found, written, layer=twin_layer, implementation="xla")
+        rest = differ(raw(cache), jnp.where(where.layer == layer, raw(twin)[where.place], before))
+        pairs = [(out, expected), *((found[name], right[name]) for name in right)]
+        limits = {"float32": 128, "float16": 2, "bfloat16": 2}
+        errors = [
+            excess(*pair, roundings=limits[pair[0].dtype.name], dtype=pair[0].dtype.name, magnitude=1, floor=1)
+            for pair in pairs
+        ]
+        return [*errors, rest]
+
     def moving(key, draw: Draw, where: AddressMap):
         before = noise(key, elements_of(layout))
         known = [(ids >= 0) & (ids < layout.num_blocks) for ids in draw.index]
@@ -122,7 +148,7 @@ def checker(case: Case, implementation: str) -> Callable[..., jax.Array]:
             return jnp.stack(moving(key, draw, where))
         inside = (draw.layer >= 0) & (draw.layer < layout.num_layers)
         layer, twin_layer = jnp.where(inside, draw.layer, 0), jnp.where(inside, 0, 1)
-        check = writing if case.effect == "writes" else reading
+        check = {"writes": writing, "updates states": updating}.get(case.effect, reading)
         return jnp.stack(check(key, draw, where, layer, twin_layer))
 
     return run

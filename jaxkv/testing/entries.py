@@ -5,7 +5,7 @@ import numpy as np
 import jaxkv
 from jaxkv.testing.case import SCALES, Case, Index, Shapes
 from jaxkv.testing.indices import FAR, draw_distinct, draw_lengths, draw_tables, reveal
-from jaxkv.testing.random_layouts import pick
+from jaxkv.testing.random_layouts import draw_delta_state, pick
 
 
 class Write(Case):
@@ -97,6 +97,49 @@ class ReadState(Case):
         slots = np.where(outside, rng.choice([*FAR, live.size], self.count), rng.integers(live.size, size=self.count))
         live[slots[~outside]] = True
         return (slots,), {}
+
+
+class DecodeDeltaRule(Case):
+    """Decode steps of the gated delta rule: states in place, to other slots, and of new requests; and padding."""
+
+    effect = "updates states"
+
+    @classmethod
+    def entry(cls, rng, operation):
+        """States of the rule."""
+        return draw_delta_state(rng)
+
+    @classmethod
+    def optional(cls):
+        """`decay` per value of a key; without it, a decay per head."""
+        return ("decays of channels",)
+
+    @property
+    def _sizes(self) -> tuple[int, int, int, int]:
+        """W - 1, H, K and C."""
+        shapes = self.layout.entry.shapes
+        (taps, channels), (heads, keys, _) = shapes["conv"], shapes["delta"]
+        return taps, heads, keys, channels
+
+    @property
+    def value_shapes(self) -> Shapes:
+        """Shapes and dtypes of the tokens and of the weight of the convolution."""
+        taps, _, _, channels = self._sizes
+        return [((self.count, channels), self.dtype), ((channels, taps + 1), self.dtype)]
+
+    def index(self, rng, live) -> Index:
+        """The slots to read, which no other token writes, and those to write; decays and rates."""
+        written = draw_distinct(rng, live.size, self.count)
+        free = [*np.setdiff1d(np.arange(live.size), written), *FAR]
+        read = np.where(rng.random(self.count) < 0.5, written, rng.choice(free, self.count))
+        _, heads, keys, _ = self._sizes
+        decay = -rng.uniform(0, 2, (self.count, heads, keys if self.extras else 1)).astype(np.float32)
+        return (read, written), {"decay": decay, "rate": rng.uniform(0, 1, (self.count, heads)).astype(np.float32)}
+
+    def arguments(self, cache, values, draw, layer):
+        """Tokens, decays, rates and weights, the cache, and slots."""
+        x, weight = values
+        return (x, draw.keywords["decay"], draw.keywords["rate"], weight, cache, *draw.index), {"layer": layer}
 
 
 class Read(ReadState):

@@ -33,6 +33,9 @@ ENTRIES = (
 )
 
 
+DIFFERS = "differs from the twin"
+
+
 class Outcome(NamedTuple):
     """The outcome of one operation on a cache of one order."""
 
@@ -91,11 +94,14 @@ def verify(entry, implementation: str) -> Iterator[Outcome]:
                 cache, twin = result, call(twin, implementation)
                 yield Outcome(operation, order, wrong=_bleed(noise, cache, twin))
                 continue
+            if operation == "decode_delta_rule":
+                (result, cache), (right, twin) = result, call(twin, implementation)
+                wrong = _bleed(noise, cache, twin) or ("" if _same(result, right) else DIFFERS)
+                yield Outcome(operation, order, wrong=wrong)
+                continue
             if operation not in expected:
                 expected[operation] = call(twin, implementation)
-            equal = jax.tree.map(lambda a, b: np.array_equal(_bytes(a), _bytes(b)), result, expected[operation])
-            differs = not all(jax.tree.leaves(equal))
-            yield Outcome(operation, order, wrong="differs from the twin" if differs else "")
+            yield Outcome(operation, order, wrong="" if _same(result, expected[operation]) else DIFFERS)
         yield from verify_blocks(order, layout, noise, implementation)
 
 
@@ -185,9 +191,21 @@ def calls_of(entry, heads: int, *, q_len: int) -> dict[str, Run]:
         }
     if isinstance(entry, jaxkv.StateEntry):
         states = {name: normal(total, *shape) for name, shape in entry.shapes.items()}
+        (taps, channels), (value_heads, *_) = entry.shapes["conv"], entry.shapes["delta"]
+        rates = jnp.asarray(rng.uniform(0, 1, (3, value_heads)), jnp.float32)
+        token = normal(3, channels), -rates[..., None], rates, normal(channels, taps + 1)
+        # In place, to another slot, and of a new request.
+        step = jnp.asarray([*stored[:2], -1], jnp.int32), jnp.asarray([stored[0], *stored[2:4]], jnp.int32)
         return {
             "write_state": run(jaxkv.write_state, states, slots, layer=LAYER),
             "read_state": run(jaxkv.read_state, slots, layer=LAYER),
+            "decode_delta_rule": lambda cache, name: jaxkv.decode_delta_rule(
+                *token,
+                cache,
+                *step,
+                layer=LAYER,
+                implementation=name,  # type: ignore[arg-type]
+            ),
         }
     key, q, weights = normal(total, entry.head_dim), normal(batch, 2, 4, entry.head_dim), normal(batch, 2, 4)
     return {
@@ -215,6 +233,11 @@ def _bleed(noise: np.ndarray, cache: jaxkv.KVCache, twin: jaxkv.KVCache) -> str:
     expected = noise.copy()
     set_entries(cache.layout, expected, LAYER, get_entries(twin.layout, to_bytes(twin), LAYER))
     return " ".join(differences(cache.layout, to_bytes(cache), expected, padding=True).split())
+
+
+def _same(result, expected) -> bool:
+    """Whether the arrays of two results are equal bit for bit."""
+    return all(jax.tree.leaves(jax.tree.map(lambda a, b: np.array_equal(_bytes(a), _bytes(b)), result, expected)))
 
 
 def _bytes(array: jax.Array) -> np.ndarray:

@@ -13,6 +13,7 @@ from jaxkv.testing.attention import DecodeKV, DecodeMLA, Logits, Merge, Plan, Pr
 from jaxkv.testing.case import Case
 from jaxkv.testing.entries import (
     CopyBlocks,
+    DecodeDeltaRule,
     Gather,
     GatherEntries,
     Read,
@@ -53,6 +54,7 @@ FAMILIES: dict[str, type[Case]] = {
     "merge_states": Merge,
     "write_state": WriteState,
     "read_state": ReadState,
+    "decode_delta_rule": DecodeDeltaRule,
     "copy_blocks": CopyBlocks,
     "read_blocks": ReadBlocks,
     "write_blocks": WriteBlocks,

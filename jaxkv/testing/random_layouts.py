@@ -72,6 +72,16 @@ def draw_state(rng: np.random.Generator) -> jaxkv.StateEntry:
     return jaxkv.StateEntry(arrays)
 
 
+def draw_delta_state(rng: np.random.Generator) -> jaxkv.StateEntry:
+    """States of the gated delta rule, as `decode_delta_rule` expects them."""
+    key_heads, keys, values = pick(rng, 1, 2), pick(rng, 1, 5, 16, 64, 128), pick(rng, 1, 6, 16, 48, 128)
+    heads = key_heads * pick(rng, 1, 2, 3)
+    conv = pick(rng, 1, 2, 3), 2 * key_heads * keys + heads * values
+    dtypes = (pick(rng, "float32", "float32", "bfloat16", "float16") for _ in range(2))
+    arrays = {"conv": conv, "delta": (heads, keys, values)}
+    return jaxkv.StateEntry({name: (shape, dtype) for (name, shape), dtype in zip(arrays.items(), dtypes, strict=True)})
+
+
 def draw_entry_beside(rng: np.random.Generator, first: jaxkv.MLAEntry) -> jaxkv.MLAEntry:
     """An entry that sparse attention can read beside `first`: of the same sizes, with values of the same size."""
     others = (_entry(jaxkv.MLAEntry, form, first.sizes) for form in jaxkv.MLAEntry.formats)

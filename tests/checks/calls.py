@@ -14,6 +14,8 @@ INDEXER = jaxkv.CacheLayout(**SIZES, entry=jaxkv.IndexerEntry(head_dim=8))
 STATE = jaxkv.StateEntry({"conv": ((2, 3), "float32"), "ssm": ((4,), "float32")})
 STATES = jaxkv.CacheLayout(**SIZES, entry=STATE)
 
+DELTA = jaxkv.StateEntry({"conv": ((2, 10), "float32"), "delta": ((2, 2, 3), "float32")})
+
 TABLES = [[4, 0], [1, 3]]
 LENGTHS = [7, 3]
 
@@ -117,6 +119,12 @@ def read_state(slots=(0, 7, 7, -1), layer=0):
     return jaxkv.read_state(jaxkv.KVCache.zeros(STATES), ints(slots), layer=layer)
 
 
+def decode_delta_rule(slots=(0, 7, -1), layer=0, read=(0, 5, -1)):
+    token = jnp.ones((3, 10)), jnp.ones((3, 2, 1)), jnp.ones((3, 2)), jnp.ones((10, 3))
+    cache = jaxkv.KVCache.zeros(jaxkv.CacheLayout(**SIZES, entry=DELTA))
+    return jaxkv.decode_delta_rule(*token, cache, ints(read), ints(slots), layer=layer)
+
+
 def gather_entries(tables=TABLES, cu_seq_lens=(0, 7, 10), layer=0):
     return jaxkv.gather_entries(jaxkv.KVCache.zeros(MLA), ints(tables), ints(cu_seq_lens), layer=layer, total=10)
 
@@ -171,6 +179,7 @@ OPERATIONS = (
     gather_indexer_k,
     write_state,
     read_state,
+    decode_delta_rule,
     gather_entries,
     read_mla,
     read_kv,

@@ -19,6 +19,7 @@ from checks.calls import (
     TABLES,
     block_tables_from_csr,
     copy_blocks,
+    decode_delta_rule,
     decode_kv,
     decode_mla,
     decode_mla_sparse,
@@ -70,6 +71,13 @@ MISUSE = {
     "slot twice": (write_mla, dict(slots=[7, 3, -1, 7, -1]), "`slot_mapping`[3] is 7: this slot is written twice"),
     "slot thrice": (write_kv, dict(slots=[7, 7, 7]), "`slot_mapping`[1] is 7: this slot is written twice"),
     "indexer slot twice": (write_indexer_k, dict(slots=[0, 0]), "`slot_mapping`[1] is 0: this slot is written twice"),
+    "slot of a state that another token writes": (
+        decode_delta_rule,
+        dict(read=[0, 5, -1], slots=[0, 7, 5]),
+        "`read_slots`[1] is 5: this slot is written by another token",
+    ),
+    "slot of two states": (decode_delta_rule, dict(slots=[7, -1, 7]), "`write_slots`[2] is 7: this slot is written twice"),
+    "slot of a state past the cache": (decode_delta_rule, dict(read=[0, 24, 1]), "`read_slots`[1] is 24: the cache has 24"),
     "block past the cache": (
         decode_mla,
         dict(tables=[[4, 0], [6, 3]]),

@@ -21,6 +21,7 @@ class Arrays(NamedTuple):
     kv_fp8: jaxkv.KVCache
     indexer: jaxkv.KVCache
     states: jaxkv.KVCache
+    delta: jaxkv.KVCache
     kv_c: jax.Array
     k_pe: jax.Array
     k: jax.Array
@@ -63,6 +64,7 @@ def arrays():
         kv_fp8=zeros(jaxkv.KVEntry("fp8", head_dim=8, value_dim=4), num_heads=2),
         indexer=zeros(jaxkv.IndexerEntry(head_dim=16)),
         states=zeros(jaxkv.StateEntry({"conv": ((2, 3), "float32"), "ssm": ((4,), "bfloat16")})),
+        delta=zeros(jaxkv.StateEntry({"conv": ((2, 10), "float32"), "delta": ((2, 2, 3), "bfloat16")})),
         kv_c=jnp.ones((5, 8)),
         k_pe=jnp.ones((5, 4)),
         k=jnp.ones((5, 2, 8)),
@@ -127,6 +129,11 @@ def write_state(a, **changes):
 
 def read_state(a, **changes):
     return call(jaxkv.read_state, dict(cache=a.states, slots=a.slots, layer=0), changes)
+
+
+def decode_delta_rule(a, **changes):
+    given = dict(x=ones(5, 10), decay=ones(5, 2, 1), rate=ones(5, 2), conv_weight=ones(10, 3), cache=a.delta)
+    return call(jaxkv.decode_delta_rule, dict(**given, read_slots=a.slots, write_slots=a.slots, layer=0), changes)
 
 
 def decode_mla(a, **changes):
@@ -256,6 +263,7 @@ OF_ONE_CACHE = {
     "write_indexer_k": (write_indexer_k, "indexer", "IndexerEntry"),
     "write_state": (write_state, "states", "StateEntry"),
     "read_state": (read_state, "states", "StateEntry"),
+    "decode_delta_rule": (decode_delta_rule, "delta", "StateEntry"),
     "decode_mla": (decode_mla, "mla", "MLAEntry"),
     "decode_kv": (decode_kv, "kv", "KVEntry"),
     "prefill_kv": (prefill_kv, "kv", "KVEntry"),

@@ -10,6 +10,7 @@ from errors.calls import (
     cases,
     check,
     copy_blocks,
+    decode_delta_rule,
     decode_kv,
     decode_mla,
     decode_mla_sparse,
@@ -268,6 +269,37 @@ SHAPES = [
         ),
         ["`gate.scales` is float32[3]", "expected float32[3, 1, 1]", "128 x 128"],
     ),
+    ("tokens of other channels", lambda a: decode_delta_rule(a, x=a.x), ["`x`", "(5, 8)", "[T, C] = [T, 10]", "states"]),
+    (
+        "decays of other heads",
+        lambda a: decode_delta_rule(a, decay=a.lses[:, :1]),
+        ["`decay`", "(2, 1)", "[T, H, 1] = [5, 2, 1]"],
+    ),
+    (
+        "decays of half of a key",
+        lambda a: decode_delta_rule(a, decay=jnp.ones((5, 2, 3))),
+        ["`decay`", "(5, 2, 3)", "[T, H, K] = [5, 2, 2]"],
+    ),
+    ("rates per value", lambda a: decode_delta_rule(a, rate=a.conv), ["`rate`", "(5, 2, 3)", "[T, H] = [5, 2]"]),
+    (
+        "a convolution of two tokens",
+        lambda a: decode_delta_rule(a, conv_weight=jnp.ones((10, 2))),
+        ["`conv_weight`", "(10, 2)", "[C, W] = [10, 3]"],
+    ),
+    ("fewer slots to read", lambda a: decode_delta_rule(a, read_slots=a.ids), ["`read_slots`", "(2,)", "[T] = [5]"]),
+    ("fewer slots to write", lambda a: decode_delta_rule(a, write_slots=a.ids), ["`write_slots`", "(2,)", "[T] = [5]"]),
+    (
+        "states of other names",
+        lambda a: decode_delta_rule(a, cache=a.states),
+        ["`cache` stores StateEntry({'conv'", "'conv' [W - 1, C]", "'delta' [H, K, V]"],
+    ),
+    (
+        "states of other channels",
+        lambda a: decode_delta_rule(
+            a, cache=zeros(jaxkv.StateEntry({"conv": ((2, 9), "float32"), "delta": ((2, 2, 3), "float32")}))
+        ),
+        ["`cache`", "9 channels and 2 heads of 2 x 3", "2 G K + H V = 4 G + 6", "a divisor G of the 2 heads"],
+    ),
     ("lses as wide as outs", lambda a: merge_states(a, lses=a.outs), ["`lses`", "(2, 3, 4)", "`outs`", "(2, 3)"]),
     ("lses of other parts", lambda a: merge_states(a, lses=a.lses[:1]), ["`lses`", "(1, 3)", "`outs`", "(2, 3)"]),
     (
@@ -293,6 +325,13 @@ SHAPES = [
 ]
 
 DTYPES = [
+    ("int tokens", lambda a: decode_delta_rule(a, x=jnp.ones((5, 10), int)), ["`x`", "dtype int32", "bfloat16"]),
+    (
+        "bf16 decays",
+        lambda a: decode_delta_rule(a, decay=jnp.ones((5, 2, 1), jnp.bfloat16)),
+        ["`decay`", "dtype bfloat16", "expected float32"],
+    ),
+    ("f16 rates", lambda a: decode_delta_rule(a, rate=jnp.ones((5, 2), jnp.float16)), ["`rate`", "expected float32"]),
     (
         "int kv_c",
         lambda a: write_mla(a, kv_c=a.kv_c.astype(int)),

@@ -25,6 +25,7 @@ MODES = {
     "write_entries": BOTH,
     "write_state": REFUSED,
     "read_state": NO_FLOATS,
+    "decode_delta_rule": REFUSED,
     "gather_mla": BOTH,
     "gather_kv": BOTH,
     "gather_indexer_k": BOTH,

@@ -25,6 +25,8 @@ MLA = jaxkv.CacheLayout(**SIZES, entry=jaxkv.MLAEntry("f32", latent=8, rope=4))
 KV = jaxkv.CacheLayout(**SIZES, entry=jaxkv.KVEntry("f32", head_dim=8, value_dim=4), num_heads=2)
 INDEXER = jaxkv.CacheLayout(**SIZES, entry=jaxkv.IndexerEntry("f32", head_dim=8))
 STATES = jaxkv.CacheLayout(**SIZES, entry=jaxkv.StateEntry({"conv": ((2, 3), "float32"), "ssm": ((4,), "float32")}))
+DELTA = {"conv": ((2, 10), "float32"), "delta": ((2, 2, 3), "float32")}
+DELTA_STATES = jaxkv.CacheLayout(**SIZES, entry=jaxkv.StateEntry(DELTA))
 OTHER = jaxkv.CacheLayout(**SIZES, entry=MLA.entry, order="LBNHC", dtype="uint8")
 LARGER = jaxkv.CacheLayout(num_layers=2, num_blocks=6, block_size=6, entry=MLA.entry, order="LBNHC", dtype="uint8")
 
@@ -95,6 +97,15 @@ def _write_entries(n, d):
 def _write_state(n, d):
     states = {"conv": d.floats(n.T, 2, 3), "ssm": d.floats(n.T, 4)}
     return dict(cache=d.cache(STATES), states=states, slots=d.distinct(24, n.T), layer=d.layer())
+
+
+def _decode_delta_rule(n, d):
+    read, written = np.split(d.distinct(24, 2 * n.T), 2)
+    gates = {"decay": -abs(d.floats(n.T, 2, 1)), "rate": d.floats(n.T, 2)}
+    slots = {"read_slots": read, "write_slots": written}
+    return dict(
+        x=d.floats(n.T, 10), **gates, conv_weight=d.floats(10, 3), cache=d.cache(DELTA_STATES), **slots, layer=d.layer()
+    )
 
 
 def _gather(layout, **options):
@@ -313,6 +324,7 @@ ARGUMENTS: dict[str, Callable[[Any, Any], dict[str, Any]]] = {
     "write_entries": _write_entries,
     "write_state": _write_state,
     "read_state": _read(STATES),
+    "decode_delta_rule": _decode_delta_rule,
     "gather_mla": _gather(MLA, dtype=jnp.float32),
     "gather_kv": _gather(KV, dtype=jnp.float32),
     "gather_indexer_k": _gather(INDEXER, dtype=jnp.float32),

@@ -122,6 +122,9 @@ assert_type(jaxkv.read_kv(kv_cache, lengths, layer=0, dtype="float32"), tuple[ja
 assert_type(jaxkv.read_indexer_k(keys, lengths, layer=jnp.int32(1)), jax.Array)
 assert_type(jaxkv.read_state(states, lengths, layer=0), dict[str, jax.Array])
 assert_type(jaxkv.write_state(states, {"ssm": np.ones((2, 4))}, lengths, layer=0), KVCache[StateEntry])
+token = q_kv[:, 0], q_kv[..., :1], np.ones((2, 16), np.float32), w_uk[0]
+stepped = jaxkv.decode_delta_rule(*token, states, np.arange(2), lengths, layer=jnp.int32(1), implementation="triton")
+assert_type(stepped, tuple[jax.Array, KVCache[StateEntry]])
 logits = jaxkv.indexer_logits(q_kv[:, None], q_kv[:, None, :, 0], keys, tables, lengths, layer=0, max_len=256)
 assert_type(jaxkv.select_topk(logits, 64), jax.Array)
 assert_type(jaxkv.select_topk(logits, 64, lengths=np.ones((2, 1), np.int32)), jax.Array)
