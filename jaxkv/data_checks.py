@@ -20,8 +20,8 @@ def checked[**P, T](function: Callable[P, T]) -> Callable[P, T]:
     Without checks, invalid data never touches the memory of other requests, but it is silently ignored: invalid slots
     are skipped and invalid blocks masked.  With checks, the first error raises ValueError with the argument's name, the
     position and the value.  The checks find slots and block ids out of range, a slot written twice in one call, states
-    that one token of a call reads and another one writes, lengths beyond the table or other than those of a plan, traced layers out of range, and NaN in entries
-    that a decode reads.
+    that one token of a call reads and another one writes, lengths beyond the table or other than those of a plan,
+    traced layers out of range, and NaN in entries that a decode reads.
 
     `function` may use `jit` and `scan`, but not `vmap`.  Call the result outside of `jit`: there, it could not raise.
     The checks cost time and memory.  All arguments of `function` are traced and none is donated; put static arguments

@@ -85,7 +85,7 @@ def tune(workloads: list[Workload], args: argparse.Namespace, about: dict[str, A
             if args.json:
                 write_json(args.json, {**about, "trials": rows})
     if not rows:
-        raise ValueError("no selected shape runs attention on mosaic_gpu or triton, whose kernels can be tuned")
+        raise ValueError("no selected shape runs a kernel that can be tuned, such as attention on mosaic_gpu or triton")
     return 0
 
 

@@ -52,7 +52,10 @@ def heads_of(channels, heads: int, key_dim: int, value_dim: int) -> tuple[jax.Ar
 
 
 def unit_queries_and_keys(q, k, heads: int) -> tuple[jax.Array, jax.Array]:
-    """Queries and keys [..., G, K] as the rule uses them, float32 [..., H, K]: value head h has those of h // (H / G)."""
+    """Queries and keys [..., G, K] as the rule uses them, float32 [..., H, K].
+
+    They are divided by their lengths, and queries by the square root of K.  Value head h has those of h // (H / G).
+    """
     q, k = (jnp.repeat(_unit(part.astype(jnp.float32)), heads // part.shape[-2], axis=part.ndim - 2) for part in (q, k))
     return q * q.shape[-1] ** -0.5, k
 

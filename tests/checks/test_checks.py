@@ -76,8 +76,16 @@ MISUSE = {
         dict(read=[0, 5, -1], slots=[0, 7, 5]),
         "`read_slots`[1] is 5: this slot is written by another token",
     ),
-    "slot of two states": (decode_delta_rule, dict(slots=[7, -1, 7]), "`write_slots`[2] is 7: this slot is written twice"),
-    "slot of a state past the cache": (decode_delta_rule, dict(read=[0, 24, 1]), "`read_slots`[1] is 24: the cache has 24"),
+    "slot of two states": (
+        decode_delta_rule,
+        dict(slots=[7, -1, 7]),
+        "`write_slots`[2] is 7: this slot is written twice",
+    ),
+    "slot of a state past the cache": (
+        decode_delta_rule,
+        dict(read=[0, 24, 1]),
+        "`read_slots`[1] is 24: the cache has 24",
+    ),
     "block past the cache": (
         decode_mla,
         dict(tables=[[4, 0], [6, 3]]),

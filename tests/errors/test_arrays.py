@@ -269,7 +269,11 @@ SHAPES = [
         ),
         ["`gate.scales` is float32[3]", "expected float32[3, 1, 1]", "128 x 128"],
     ),
-    ("tokens of other channels", lambda a: decode_delta_rule(a, x=a.x), ["`x`", "(5, 8)", "[T, C] = [T, 10]", "states"]),
+    (
+        "tokens of other channels",
+        lambda a: decode_delta_rule(a, x=a.x),
+        ["`x`", "(5, 8)", "[T, C] = [T, 10]", "states"],
+    ),
     (
         "decays of other heads",
         lambda a: decode_delta_rule(a, decay=a.lses[:, :1]),

@@ -272,7 +272,12 @@ FEATURES = {
             (XLA + "TestStates::test_every_layout",),
         ),
         Feature(
-            "steps of these recurrences",
+            "decode steps of Gated DeltaNet and Kimi Delta Attention",
+            "`decode_delta_rule`; states are updated in place by `triton`",
+            (XLA + "TestDeltaRule::test_sizes",),
+        ),
+        Feature(
+            "prompts in these layers",
             "plain JAX, in models; there are no kernels for GPUs",
             ("tests/models/recurrent/test_delta_rule.py::test_both_forms_equal_float64",),
         ),

@@ -114,7 +114,9 @@ def encode_state(states):
 
 def decode_delta_rule(x, decay, rate, conv_weight, conv, delta):
     """A token of each request through the gated delta rule, in float64: (out, conv, delta)."""
-    x, decay, rate, conv_weight, conv, delta = (np.asarray(a, np.float64) for a in (x, decay, rate, conv_weight, conv, delta))
+    x, decay, rate, conv_weight, conv, delta = (
+        np.asarray(a, np.float64) for a in (x, decay, rate, conv_weight, conv, delta)
+    )
     (count, heads, keys, values), out, delta = delta.shape, np.zeros(delta.shape[:2] + delta.shape[3:]), delta.copy()
     tokens = np.concatenate([conv, x[:, None]], axis=1)
     mixed = (tokens * conv_weight.T).sum(axis=1)

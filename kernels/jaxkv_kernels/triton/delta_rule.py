@@ -173,10 +173,12 @@ def _array(buffer, layer, slot, PAGES: tl.constexpr, FIRST: tl.constexpr, TYPE: 
 
 
 @triton.jit
-def _store_padding(array, FIRST: tl.constexpr, COUNT: tl.constexpr):
-    """Stores zeros after the FIRST values of an array of a state, as `write_state` does."""
-    place = tl.arange(0, 8)
-    tl.store(array + FIRST + place, tl.zeros((8,), array.dtype.element_ty), mask=place < COUNT)
+def _store_padding(array, program, FIRST: tl.constexpr, COUNT: tl.constexpr):
+    """Program 0 of an array of a state stores COUNT zeros after its FIRST values, as `write_state` does."""
+    if COUNT > 0:
+        place = tl.arange(0, 8)
+        mask = place < tl.where(program == 0, COUNT, 0)
+        tl.store(array + FIRST + place, tl.zeros((8,), array.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -208,9 +210,7 @@ def _convolve(
         moved = _array(buffer, layer, target, PAGES, SIZES.conv, SIZES.conv_type)
         kept = (tap > 0) & (tap < SIZES.taps) & inside[None, :]
         tl.store(moved + (place - SIZES.channels), rounded(tokens, SIZES.conv_type), mask=kept)
-        if SIZES.conv_padding > 0:
-            if tl.program_id(0) % TILES == 0:
-                _store_padding(moved, (SIZES.taps - 1) * SIZES.channels, SIZES.conv_padding)
+        _store_padding(moved, tl.program_id(0) % TILES, (SIZES.taps - 1) * SIZES.channels, SIZES.conv_padding)
     else:
         tl.store(mixed + row, tl.zeros((COLUMNS,), tl.float32), mask=inside)
 
@@ -252,8 +252,7 @@ def _advance(
         updated = _array(buffer, layer, target, PAGES, SIZES.delta, SIZES.delta_type)
         tl.store(updated + place, rounded(state, SIZES.delta_type), mask=wanted[:, None] & inside[None, :])
         tl.store(result, tl.sum(q[:, None] * state, axis=0), mask=inside)
-        if SIZES.delta_padding > 0:
-            if tl.program_id(0) % (SIZES.heads * TILES) == 0:
-                _store_padding(updated, SIZES.heads * SIZES.keys * SIZES.values, SIZES.delta_padding)
+        program = tl.program_id(0) % (SIZES.heads * TILES)
+        _store_padding(updated, program, SIZES.heads * SIZES.keys * SIZES.values, SIZES.delta_padding)
     else:
         tl.store(result, tl.zeros((COLUMNS,), tl.float32), mask=inside)

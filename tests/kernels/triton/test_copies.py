@@ -1,4 +1,4 @@
-"""Triton kernels that copy, and those of states: the whole suites on a GPU (`-m gpu`), selected parts of them in Triton's interpreter."""
+"""Triton kernels that copy or update states: suites on a GPU (`-m gpu`), most of them in Triton's interpreter as well."""
 
 import pytest
 

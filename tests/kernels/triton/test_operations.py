@@ -1,5 +1,6 @@
 """Triton kernels on any machine that has Triton: each compiled for every GPU generation; jax-triton's lowering."""
 
+import dataclasses
 import itertools
 import re
 from types import SimpleNamespace
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv.bench.inputs import shuffled_requests
+from jaxkv.bench.workload import workload
 from jaxkv.cli import doctor
-from jaxkv.support import sample_calls
+from jaxkv.support import call_of, sample_calls
 from jaxkv.testing import families
 from jaxkv.testing.case import Case
 from jaxkv_kernels.calls import PlanDecode, PrefillCall, ReadCall
@@ -22,7 +25,7 @@ from jaxkv_kernels.triton.tiled import is_tiled
 from support import kernels, scenes
 from support.available import assume_available
 from support.cases import further, slow
-from support.triton.builds import SHARED, builds, builds_of, in_turn, without_a_gpu
+from support.triton.builds import SHARED, builds, builds_of, in_turn, on_generations, without_a_gpu
 from support.triton.runs import compiles, lowers
 
 DRAWS = 2
@@ -199,6 +202,48 @@ def check_lowers_in_place(layout, operation, launched):
         large = re.findall(rf"^ *%\S+ = (\S+) .*tensor<{array.size}x\w+>\)?$", text, re.MULTILINE)
         assert {*large} <= {"stablehlo.custom_call", "stablehlo.optimization_barrier", "call"}
         assert large
+
+
+def delta_rule(name):
+    """Arguments of `decode_delta_rule` for 64 requests of the model's layers."""
+    row = workload(
+        suite="", operation="decode_delta_rule", requests=64, tokens=1, layers=4, block_size=1,
+        channel_decays=name == "Kimi Linear",
+    )  # fmt: skip
+    x, weight = (shape(*dims, dtype=dtype) for dims, dtype in row.value_shapes)
+    rng = np.random.default_rng(0)
+    _, shared = row.index(shuffled_requests(row, rng), rng)
+    slots, *gates = (shape(*given.shape, dtype=given.dtype) for given in shared)
+    return x, *gates, weight, scenes.shapes_of(row.layout), slots, slots
+
+
+@compiles
+@on_generations("name", [("Qwen3-Next",), ("Kimi Linear",)], 2)
+def test_the_delta_rule_of_models_compiles(name, capability):
+    for built in builds(capability, jaxkv.decode_delta_rule, *delta_rule(name), layer=0):
+        assert built.shared <= SHARED[capability] * 1024, built.name
+        assert built.stack == 0, built.name
+
+
+@lowers
+def test_the_delta_rule_lowers_in_place():
+    call = call_of(jaxkv.decode_delta_rule, *delta_rule("Qwen3-Next"), layer=0)
+    arrays = [field.name for field in dataclasses.fields(call) if field.name not in ("pages", "entry", "layer")]
+    given = [getattr(call, name) for name in arrays]
+
+    def run(layer, *given):
+        return dataclasses.replace(call, layer=layer, **dict(zip(arrays, given, strict=True))).run_on(Triton())
+
+    with without_a_gpu():
+        traced = jax.jit(run, donate_argnums=1 + arrays.index("buffer")).trace(shape(), *given)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    launches = re.findall("custom_call @triton_kernel_call.*", text)
+    assert len(launches) == 2
+    assert all("output_operand_alias" in launch for launch in launches)
+    large = re.findall(rf"^ *%\S+ = (\S+) .*tensor<{call.buffer.size}x\w+>\)?$", text, re.MULTILINE)
+    assert {*large} <= {"stablehlo.custom_call", "stablehlo.optimization_barrier", "call"}
+    main = next(line for line in text.splitlines() if "@main" in line)
+    assert re.search(rf"tensor<{call.buffer.size}x\w+> {{[^}}]*tf.aliasing_output", main)
 
 
 def hot_rows(form):

@@ -130,7 +130,12 @@ class DeltaRule(Suite):
 
     @pytest.mark.parametrize(
         ("dtype", "states"),
-        [("bfloat16", "float32"), ("bfloat16", "bfloat16"), further("float16", "float32"), further("float32", "float16")],
+        [
+            ("bfloat16", "float32"),
+            ("bfloat16", "bfloat16"),
+            further("float16", "float32"),
+            further("float32", "float16"),
+        ],
     )
     def test_dtypes(self, dtype, states):
         for shape in (SMALL, ODD):
