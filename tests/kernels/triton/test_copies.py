@@ -1,4 +1,4 @@
-"""Triton kernels that copy or update states: suites on a GPU (`-m gpu`), most of them in Triton's interpreter as well."""
+"""Triton kernels that copy or update states: suites on a GPU (`-m gpu`), most of them also in Triton's interpreter."""
 
 import pytest
 
