@@ -14,6 +14,7 @@ from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
 from jaxkv_kernels.mosaic_gpu.mla_sparse import SparseConfig
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import SplitCosts
+from jaxkv_kernels.triton.delta_rule import DeltaRuleConfig
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ def test_configurations_in_use_are_recorded_once():
         (SparseConfig(), "producer_registers", 120, "40, 56, 72, 88 or 104"),
         (SparseConfig(), "units_ahead", 3, "1, 2 or 4"),
         (GQAConfig().split_costs, "least", 0, "at least 1 step"),
+        (DeltaRuleConfig(), "columns", 24, "a power of two"),
         (SplitCosts(least=1, overhead=0, combining=0, split=0), "split", -1, "0 or more"),
     ],
 )
@@ -88,7 +90,7 @@ def test_invalid_configurations_are_rejected(config, field, value, expected):
 
 
 def test_values_to_search_are_valid():
-    for config in (MLADenseConfig(), MLASwapABConfig(), SparseConfig(), GQAConfig()):
+    for config in (MLADenseConfig(), MLASwapABConfig(), SparseConfig(), GQAConfig(), DeltaRuleConfig()):
         for field, values in type(config).SEARCH.items():
             assert getattr(config, field) in values
             for value in values:
@@ -96,5 +98,5 @@ def test_values_to_search_are_valid():
 
 
 def test_tune_names_what_can_be_tuned():
-    with pytest.raises(SystemExit, match="attention on mosaic_gpu or triton, whose kernels can be tuned"):
+    with pytest.raises(SystemExit, match="no selected shape runs a kernel that can be tuned"):
         main(["bench", "ops", "merge_states", "--suite", "cpu", "--tune"])

@@ -90,6 +90,8 @@ jaxkv.gather_mla(cache, tables, lengths, layer=0, total=8).shape
 jaxkv.read_mla(kv_cache, lengths, layer=0)
 # missing: the layer of a read by position
 jaxkv.read_indexer_k(keys, lengths, 0)
+# argument: keys and values instead of states
+jaxkv.decode_delta_rule(q_kv[:, 0], q_kv, q_kv[..., 0], w_uk[0], kv_cache, lengths, lengths, layer=0)
 # attribute: a read of keys and values returns two arrays
 jaxkv.read_kv(kv_cache, lengths, layer=0).shape
 # argument: a layout instead of a cache
