@@ -25,16 +25,17 @@ class Shape(NamedTuple):
     chunks: int
     """Rows for chunks of prompts, which come first; 0 in steps without chunks."""
     requests: int
-    """Rows for the last tokens of requests whose prompts are complete."""
+    """Rows for the last tokens of requests whose prompts are complete; 0 in steps with nothing but chunks."""
 
 
 class Buckets:
     """The shapes of steps, and which of them have a compiled program.
 
     A step without chunks has rows for 1, 2, 4, 8, ... or `max_requests` requests.  With chunks, whose tokens take most
-    of the time, there are few: rows for `max_requests` requests or about a sixteenth of that, and for as many chunks as
-    the budget of tokens allows, or about a half, a quarter, an eighth of that, and so on.  Below `FEW_CHUNKS`, every
-    other of these sizes is left out.
+    of the time, there are few: rows for `max_requests` requests, and for as many chunks as the budget of tokens allows,
+    or about a half, a quarter, an eighth of that, and so on.  Below `FEW_CHUNKS`, every other of these sizes is left
+    out.  Beside about a sixteenth of `max_requests`, there are as many chunks as the budget allows.  Steps of chunks
+    alone, such as those of the first prompt of an idle engine, have that many, too, or up to `FEW_CHUNKS`.
 
     Args:
       max_requests: the most rows of requests.
@@ -61,18 +62,18 @@ class Buckets:
         max_chunks: int | None = None,
         within: Callable[[Collection[Shape]], Collection[Shape]] | None = None,
     ):
-        def chunks(requests: int) -> list[int]:
+        def most_chunks(requests: int) -> int:
             most = (budget - requests * columns) // chunk
-            most = most if max_chunks is None else min(most, max_chunks)
-            found, size = [most], 2 ** (most // 2).bit_length() // 2
-            while size:
-                found.append(size)
-                size //= 2 if size > FEW_CHUNKS else 4
-            return found
+            return most if max_chunks is None else min(most, max_chunks)
 
+        self.largest = Shape(most_chunks(max_requests), max_requests), Shape(0, max_requests)
+        chunks, size = [self.largest[0].chunks], 2 ** (self.largest[0].chunks // 2).bit_length() // 2
+        while size:
+            chunks.append(size)
+            size //= 2 if size > FEW_CHUNKS else 4
         sizes = _sizes(max_requests)
-        self.largest = Shape(chunks(max_requests)[0], max_requests), Shape(0, max_requests)
-        found = {Shape(0, n) for n in sizes} | {Shape(m, n) for n in sizes[:5:4] for m in chunks(n)}
+        found = {Shape(0, n) for n in sizes} | {Shape(m, max_requests) for m in chunks}
+        found |= {Shape(most_chunks(n), n) for n in (*sizes[4:5], 0)} | {Shape(m, 0) for m in chunks if m <= FEW_CHUNKS}
         others = sorted(found.difference(self.largest), key=lambda shape: (shape.requests, shape.chunks))
         self.shapes = [*self.largest, *others]
         self.ready = {*self.largest}

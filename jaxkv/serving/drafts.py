@@ -14,7 +14,7 @@ from jaxkv.models.model import Model
 from jaxkv.models.sampling import sample
 from jaxkv.models.speculative import accept, draft
 from jaxkv.serving.request import TOKEN_BYTES, Request
-from jaxkv.serving.step_inputs import Bundle, InputBatch
+from jaxkv.serving.step_inputs import Bundle, InputBatch, StepBatches
 from jaxkv.serving.table import TableKind
 
 
@@ -203,36 +203,37 @@ class Verified(NamedTuple):
 
 
 def verify_and_draft(
-    model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]
+    model: Model, cache: KVCache, last, inputs: Bundle[StepBatches]
 ) -> tuple[KVCache, jax.Array, Verified]:
     """The layers, the choice of the next tokens, and the next drafts, in one program.
 
-    The arguments are those of `run_layers`.  The last batch has the tokens to verify, those before it have chunks of
-    prompts.  `last` is returned as it is: the host reads all tokens before it launches the next step.
+    The arguments are those of `run_layers`.  `last` is returned as it is: the host reads all tokens before it launches
+    the next step.
     """
     batches = inputs.arrays()
-    cache, hidden = hidden_states(model, cache, *[batch.new_tokens(last) for batch in batches])
+    cache, hidden = hidden_states(model, cache, *[batch.new_tokens(last) for batch in batches.present])
     verified = []
-    for batch, x in zip(batches, hidden, strict=True):
-        follow = _verify if batch is batches[-1] else _prefill
+    for batch, x in zip(batches.present, hidden, strict=True):
+        follow = _verify if batch is batches.decode else _prefill
         cache, found = follow(model, cache, batch, x)
         verified.append(found)
     return cache, last, jax.tree.map(lambda *rows: jnp.concatenate(rows), *verified)
 
 
 def verify_drafts(
-    model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]
+    model: Model, cache: KVCache, last, inputs: Bundle[StepBatches]
 ) -> tuple[KVCache, jax.Array, Verified]:
     """The layers and the choice of the next tokens, in one program; the arguments are those of `verify_and_draft`."""
     batches = inputs.arrays()
-    cache, hidden = hidden_states(model, cache, *[batch.new_tokens(last) for batch in batches])
+    cache, hidden = hidden_states(model, cache, *[batch.new_tokens(last) for batch in batches.present])
+    columns = 1 if batches.decode is None else batches.decode.tokens.shape[1]
     verified = []
-    for batch, x in zip(batches, hidden, strict=True):
-        if batch is batches[-1]:
+    for batch, x in zip(batches.present, hidden, strict=True):
+        if batch is batches.decode:
             sampled, accepted = _accepted(model, batch, x)
         else:
             drawn = _drawn(model, batch, x)
-            sampled, accepted = _alone(drawn, batches[-1].tokens.shape[1]), jnp.zeros_like(drawn)
+            sampled, accepted = _alone(drawn, columns), jnp.zeros_like(drawn)
         verified.append(Verified(sampled, accepted, jnp.zeros((len(sampled), 0), jnp.int32)))
     return cache, last, jax.tree.map(lambda *rows: jnp.concatenate(rows), *verified)
 

@@ -39,7 +39,7 @@ from jaxkv.serving.program import Found
 from jaxkv.serving.program_cache import Compilable, Program
 from jaxkv.serving.request import Request, stop_tokens, token_ids
 from jaxkv.serving.stats import EngineInfo, EngineStats, HostTime
-from jaxkv.serving.step_inputs import GREEDY, NOTHING, Bundle, Choices, InputBatch, Schedule, Span
+from jaxkv.serving.step_inputs import GREEDY, NOTHING, Bundle, Choices, InputBatch, Schedule, Span, StepBatches
 from jaxkv.serving.step_times import StepTimes
 from jaxkv.serving.table import capacity, tables_of
 from jaxkv.serving.tiers import Tiers
@@ -591,18 +591,20 @@ class Engine(EngineBase):
         decode = [Span.last(request) for request in self.running if request.missing == 1]
         return Schedule(prefill, decode) if prefill or decode else None
 
-    def inputs(self, schedule: Schedule, shape: Shape) -> Bundle[list[InputBatch]]:
+    def inputs(self, schedule: Schedule, shape: Shape) -> Bundle[StepBatches]:
         """The inputs of a step of this shape."""
         return Bundle.of(self.batches(schedule, shape))
 
-    def batches(self, schedule: Schedule, shape: Shape) -> list[InputBatch]:
-        """The batches of a step of this shape: decode rows, after prefill rows if it has any."""
-        batches = [self._batch(schedule.decode, shape.requests, self._columns)]
-        if shape.chunks:
-            batches = [self._batch(schedule.prefill, shape.chunks, self.chunk), *batches]
-        return batches
+    def batches(self, schedule: Schedule, shape: Shape) -> StepBatches:
+        """The batches of a step of this shape."""
+        return StepBatches(
+            prefill=self._batch(schedule.prefill, shape.chunks, self.chunk),
+            decode=self._batch(schedule.decode, shape.requests, self._columns),
+        )
 
-    def _batch(self, spans: list[Span], count: int, columns: int) -> InputBatch:
+    def _batch(self, spans: list[Span], count: int, columns: int) -> InputBatch | None:
+        if not count:
+            return None
         batch = InputBatch.of(spans, count, columns, tables=self.block_manager.arrays, block_size=self.block_size)
         return batch if self.drafts is None else batch.drafted(spans, self.drafts.lookahead, self.block_size)
 

@@ -20,7 +20,7 @@ from jaxkv.models import sampling
 from jaxkv.models.decoder import step
 from jaxkv.models.model import Model
 from jaxkv.serving.request import TokenLogprobs
-from jaxkv.serving.step_inputs import Bundle, Choices, InputBatch
+from jaxkv.serving.step_inputs import Bundle, Choices, StepBatches
 
 MAX_LOGPROBS = 20
 """The most tokens per position whose log probabilities a request can have; the program computes as many."""
@@ -35,9 +35,7 @@ class Found(NamedTuple):
     """int32 [B], the most likely token of each row; -1 if its logits are NaN."""
 
 
-def run_layers(
-    model: Model, cache: KVCache, last, inputs: Bundle[list[InputBatch]]
-) -> tuple[KVCache, jax.Array, Found]:
+def run_layers(model: Model, cache: KVCache, last, inputs: Bundle[StepBatches]) -> tuple[KVCache, jax.Array, Found]:
     """Runs the layers, and chooses the most likely token of each row.
 
     Args:
@@ -49,7 +47,7 @@ def run_layers(
     Returns:
       The cache, and `last` with the tokens of rows that sample one; and what was found of the rows of all batches.
     """
-    batches = inputs.arrays()
+    batches = inputs.arrays().present
     cache, logits = step(model, cache, *[batch.new_tokens(last) for batch in batches])
     tokens = sampling.likeliest(logits)
     return cache, _kept(tokens, last, jnp.concatenate([batch.places for batch in batches])), Found(logits, tokens)

@@ -136,6 +136,20 @@ class InputBatch(NamedTuple):
         return NewTokens(tokens, self.seq_lens, self.block_tables, self.slot_mapping)
 
 
+class StepBatches(NamedTuple):
+    """The batches of a step; None for one that has no rows."""
+
+    prefill: InputBatch | None
+    """The chunks of prompts."""
+    decode: InputBatch | None
+    """The last tokens of requests whose prompts are complete, with their drafts."""
+
+    @property
+    def present(self) -> list[InputBatch]:
+        """Those that have rows, in the order of the rows of the step."""
+        return [batch for batch in self if batch is not None]
+
+
 class Choices(NamedTuple):
     """How the next tokens are chosen, with one row for each row of all batches."""
 

@@ -25,12 +25,12 @@ def test_there_are_few_sizes_up_to_the_largest():
     first, *others = buckets.shapes
     assert first == (10, 48)
     assert others[0] == (0, 48)
-    with_chunks = shapes([10, 4, 1], [48]) | shapes([26, 8, 2], [4])
+    with_chunks = shapes([10, 4, 1], [48]) | shapes([26], [4]) | shapes([28, 4, 1], [0])
     assert {*buckets.shapes} == shapes([0], [1, 2, 4, 8, 16, 32, 48]) | with_chunks
     assert others[1:] == sorted(others[1:], key=lambda shape: shape[::-1])
     for shape in buckets.shapes:
         assert 8 * shape.chunks + 3 * shape.requests <= 48 * 3 + 80
-    assert buckets_of(1, 1).shapes == [(1, 1), (0, 1)]
+    assert buckets_of(1, 1).shapes == [(1, 1), (0, 1), (1, 0)]
     assert {shape.chunks for shape in buckets_of(32, 64).shapes if shape.requests == 32} == {64, 32, 16, 8, 2, 0}
     assert Buckets(2, budget=99, columns=1, chunk=8, max_chunks=2).largest[0] == (2, 2)
 
@@ -48,13 +48,14 @@ def test_the_next_larger_program_serves_while_one_is_missing():
 
 
 def test_one_program_holds_the_steps_of_several_engines():
-    """A budget of 24 tokens allows two chunks beside 1 request, and one beside 2 to 16."""
+    """A budget of 24 tokens allows three chunks alone, two beside 1 request, and one beside 2 to 16."""
     buckets = Buckets(16, budget=24, columns=1, chunk=8)
     assert [buckets.most_chunks(n) for n in (0, 1, 2, 16)] == [1, 1, 1, 1]  # the largest is ready, and no other
     buckets.ready.update(buckets.shapes)
-    assert [buckets.most_chunks(n) for n in (0, 1, 2, 16)] == [2, 2, 1, 1]
+    assert [buckets.most_chunks(n) for n in (0, 1, 2, 16)] == [3, 2, 1, 1]
     few, many = needs(2, 1), needs(1, 3)
     assert buckets.fit(few) == (2, 1)
+    assert buckets.fit(needs(2, 0)) == (2, 1)
     assert len(few.prefill) == 2
     assert buckets.fit(few, many) == (1, 16)
     assert (len(few.prefill), len(many.prefill)) == (1, 1)  # the other chunk is left to the next step
@@ -74,10 +75,10 @@ def test_the_largest_are_compiled_first_and_the_others_in_the_background(caplog)
         assert go.wait(20)
         raise RuntimeError("out of memory")
 
-    assert buckets.shapes == [Shape(1, 2), Shape(0, 2), Shape(0, 1)]
+    assert buckets.shapes == [Shape(1, 2), Shape(0, 2), Shape(1, 0), Shape(0, 1)]
     programs[Shape(0, 1)] = program(failing)
     buckets.compile(programs, wait=False)
-    assert buckets.temporaries == dict.fromkeys(buckets.largest, 7)
+    assert {shape: buckets.temporaries[shape] for shape in buckets.largest} == dict.fromkeys(buckets.largest, 7)
     go.set()
     join_compilers()
     assert "a program was not compiled, so that steps run a larger one: out of memory" in caplog.text
@@ -103,7 +104,7 @@ def test_nothing_is_compiled_for_buckets_that_have_been_dropped():
     del buckets
     go.set()
     join_compilers()
-    assert len(shapes) == 5
+    assert len(shapes) == 7
     threads = max((os.cpu_count() or 1) // 4, 1)
     assert {*largest} < {*compiled}
     assert len(compiled) <= len(largest) + threads
@@ -126,3 +127,16 @@ def test_a_step_runs_the_smallest_program(monkeypatch):
     assert {1, 2} <= set(sizes)
     serve(served, prompt(5, seed=9))
     assert rows[len(sizes) + 1].chunks == 2
+
+
+@pytest.mark.usefixtures("toy")
+def test_a_prompt_alone_runs_a_program_without_rows_of_other_requests(monkeypatch):
+    served, steps = engine(max_requests=3, max_num_batched_tokens=3 + 4 * 7), []
+    batches = served.batches
+    monkeypatch.setattr(served, "batches", lambda *args: steps.append(batches(*args)) or steps[-1])
+    served.warm_up()
+    steps.clear()
+    serve(served, prompt(5))
+    assert steps[0].decode is None
+    assert len(steps[0].prefill.tokens) == 2
+    assert all(step.prefill is None for step in steps[1:])

@@ -11,7 +11,7 @@ import pytest
 from jaxkv import KVCache, models
 from jaxkv.serving import program
 from jaxkv.serving.engine import Engine
-from jaxkv.serving.step_inputs import Bundle, InputBatch
+from jaxkv.serving.step_inputs import Bundle, InputBatch, StepBatches
 from serving.toy_engines import draw_ready
 from support.cases import further, slow
 
@@ -106,7 +106,8 @@ def test_no_program_copies_the_cache(chunks):
     assert layout.nbytes > 400e6
     cache = KVCache(jax.ShapeDtypeStruct((layout.size,), layout.dtype), layout)
     sizes = {"tables": {"": np.full((32, 8), -1, np.int32)}, "block_size": 64}
-    batches = [InputBatch.of([], 4, 64, **sizes)] * chunks + [InputBatch.of([], 32, 1, **sizes)]
+    prefill, decode = InputBatch.of([], 4, 64, **sizes), InputBatch.of([], 32, 1, **sizes)
+    batches = StepBatches(prefill if chunks else None, decode)
     layers = jax.jit(program.run_layers, donate_argnames="cache")
     memory = layers.lower(model(), cache, np.zeros(32, np.int32), Bundle.of(batches)).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= layout.nbytes

@@ -43,7 +43,7 @@ def finish(served):
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The inputs of each step: a list of batches."""
+    """The batches of each step."""
     steps = []
     batches = Engine.batches
 
@@ -65,8 +65,10 @@ class TestAhead:
             known.append((len(launched), len(request.generated)))
         assert known == [(1, 0), (2, 1), (3, 2), (4, 3), (4, 4)]
         # The first step prefills; the others use the token that the device has kept.
-        assert [[rows.tokens.shape for rows in batches] for batches in launched] == [[(3, 7), (4, 1)]] + [[(4, 1)]] * 3
-        assert all(batches[-1].tokens[0, 0] == ON_DEVICE for batches in launched[1:])
+        assert [[rows.tokens.shape for rows in batches.present] for batches in launched] == [[(3, 7), (4, 1)]] + [
+            [(4, 1)]
+        ] * 3
+        assert all(batches.decode.tokens[0, 0] == ON_DEVICE for batches in launched[1:])
         assert request.generated == right(prompt(9), 4)
 
     def test_a_stop_token_is_seen_one_step_late_and_the_extra_token_is_discarded(self, launched):
