@@ -34,6 +34,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help=text)
     text = "blocks of the cache; default: as many as 90 %% of the GPU's memory hold, or 256 on CPUs"
     parser.add_argument("--blocks", type=positive, metavar="N", help=text)
+    text = "keep the latents of sparse attention (DeepSeek V3.2, GLM-5) in host memory, where --blocks must fit"
+    parser.add_argument("--host-latents", action="store_true", help=text)
     text = "prompts that wait while the engine runs as many as it can (1024); further ones get the status 429"
     parser.add_argument("--max-queued", type=integer(0), default=1024, metavar="N", help=text)
     text = "the most bytes of a request (4194304); larger ones get the status 413"
@@ -53,9 +55,11 @@ def run(args: argparse.Namespace) -> int:
         from jaxkv.server.app import Limits
         from jaxkv.server.run import make_engine
         from jaxkv.server.run import run as serve
+        from jaxkv.serving import HostLatents
     except ImportError as error:
         raise ImportError(f"needs the package {error.name}: pip install 'jaxkv[serve]'") from None
     sizes = {name: getattr(args, name) for name in ("max_requests", "max_len", "max_num_batched_tokens")}
+    sizes["host_latents"] = HostLatents() if args.host_latents else None
     options = {"dtype": args.dtype, "entry_format": args.entry_format}
     options["implementation"] = tuple(args.implementation) if args.implementation else None
     folder = _folder(args.model)

@@ -114,7 +114,7 @@ def hidden_states(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KV
     return cache, tuple(final_norm(model, x) for x in outputs)
 
 
-def _forward(layers, model: Model, cache: KVCache, batches: Sequence[NewTokens]) -> Any:
+def _forward(layers, model: Model, cache: Any, batches: Sequence[NewTokens]) -> Any:
     """Checks the batches, and runs `layers`, which is `_layers` or `_last_tokens`, on each device."""
     model.check_cache(cache)
     tables = [_tables(model, batch.block_tables) for batch in batches]

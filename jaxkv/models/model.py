@@ -13,6 +13,7 @@ from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.models import cache_groups
 from jaxkv.models.config import GQA, CompressedAttention, DeltaNet, Indexer, ModelConfig
 from jaxkv.models.parallel.base import OneDevice, Parallel
+from jaxkv.models.split_cache import SplitCache
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 
 STATE = "state"
@@ -127,6 +128,26 @@ class Model:
         groups = {"latent": Group(layers, self.entry), "indexer": Group(selecting, keys)}
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order, "shards": self.parallel.shards}
         return PackedLayout(groups=groups, **sizes)  # type: ignore[arg-type]
+
+    def split_layouts(self, num_blocks: int, block_size: int | None = None) -> dict[str, CacheLayout]:
+        """The layouts "latent" and "indexer" of a `SplitCache`, each in memory of its own.
+
+        The latents are in host memory, and the indexer's keys on the device.  ValueError unless the model has latent
+        attention with an indexer.
+        """
+        if self.config.indexer is None:
+            raise ValueError(
+                f"`model` is a {self.config.architecture}, whose attention has no indexer over latents: expected a "
+                "model with sparse latent attention, such as DeepSeek V3.2 or GLM-5"
+            )
+        block_size = self.usual_block_size if block_size is None else block_size
+        packed = self.packed_layout(self.config.indexer, num_blocks, block_size)
+        return {
+            name: CacheLayout(
+                num_layers=group.num_layers, num_blocks=num_blocks, block_size=block_size, entry=group.entry
+            )
+            for name, group in packed.groups.items()
+        }
 
     def layout_with_states(
         self, recurrent: DeltaNet, num_blocks: int, block_size: int, order: str = "BLNHC"
@@ -246,12 +267,20 @@ class Model:
         name = cache_groups.SLIDING_WINDOW
         return cache.view(self.groups_of(cache)[name]), groups[name].table
 
-    def check_cache(self, cache: KVCache) -> None:
+    def check_cache(self, cache: KVCache | SplitCache) -> None:
         """ValueError unless `cache` fits this model.
 
         Its entries must be the model's.  Any strides are accepted, except for models with several groups, whose
         cache must have its packed layout.
         """
+        if isinstance(cache, SplitCache):
+            found = {"latent": cache.hot.host, "indexer": cache.keys.layout}
+            expected = self.split_layouts(cache.layout.num_blocks, cache.layout.block_size)
+            if found != expected:
+                raise ValueError(
+                    f"`cache` has the layouts\n{found}\nexpected those of `model.split_layouts`\n{expected}"
+                )
+            return
         if not isinstance(cache, KVCache):
             raise ValueError(f"`cache` is a {type(cache).__name__}: expected a KVCache, from `model.cache`")
         layout, config = cache.layout, self.config

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxkv.cache import KVCache
-from jaxkv.checks import Dims, block_ids, check_cache, describe, int32, layer_index, positive_int
+from jaxkv.checks import Dims, block_ids, check_cache, describe, index_below, int32, layer_index, positive_int
 from jaxkv.dispatch import run
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.ops.rows import read_rows
@@ -140,6 +140,11 @@ class HotRows:
             cache, writes = KVCache.zeros(layout), jnp.zeros(1, jnp.int32)
             return cls(cache, maps, jnp.asarray(host.address), writes, host.layout, hot)
 
+    @property
+    def num_requests(self) -> int:
+        """B, the number of requests."""
+        return self.maps.shape[1]
+
     def fetch(self, positions, block_tables, *, layer, implementation=None) -> tuple["HotRows", jax.Array]:
         """Makes the selected tokens of each request available on the device.
 
@@ -185,23 +190,60 @@ class HotRows:
         new, slots = self._fetch(dims, positions, block_tables, layer, implementation, copied=False)
         cache = write_mla(new.cache, kv_c, k_pe, slots.reshape(-1), layer=layer, kv_scale=kv_scale)
         host_slots = slots_for(block_tables, positions, self.host)
-        call = calls.StoreRows(
-            buffer=one_array(cache.buffer),
-            layer=layer_index(layer, cache),
-            slots=slots.reshape(-1),
-            host_slots=host_slots.reshape(-1),
-            **self._fields(),
-        )
-        writes = run(call, implementation)
-        return replace(new, cache=cache, writes=writes)
+        places = {"layer": layer, "host_layer": layer, "implementation": implementation}
+        return replace(new, cache=cache).store(cache, slots.reshape(-1), host_slots.reshape(-1), **places)
+
+    def load(self, cache: KVCache, slots, host_slots, *, layer, host_layer, implementation=None) -> KVCache:
+        """Copies entries from host memory to another cache on the device, such as those of the blocks of a prompt.
+
+        Args:
+          cache: a cache with entries of the same format, of any number of layers; donate it.
+          slots: int32 [n], slots of the cache.
+          host_slots: int32 [n], the slots in host memory.  Entries of which one of the two slots is invalid, such as
+            -1, are skipped.
+          layer: of the cache: int, or traced int32 scalar.
+          host_layer: of host memory: int, or traced int32 scalar.
+          implementation: as in `fetch`.
+
+        Returns:
+          The cache.
+
+        Raises:
+          ValueError: a shape, dtype or static layer is wrong, or the cache has other entries.
+        """
+        fields = self._copied(cache, slots, host_slots, layer, host_layer)
+        return KVCache(run(calls.LoadRows(**fields), implementation), cache.layout)
+
+    def store(self, cache: KVCache, slots, host_slots, *, layer, host_layer, implementation=None) -> "HotRows":
+        """Copies entries of a cache on the device to host memory; the arguments and errors are those of `load`.
+
+        Rows that hold these tokens keep what they hold: `forget` the requests whose tokens are replaced.
+        """
+        call = calls.StoreRows(**self._copied(cache, slots, host_slots, layer, host_layer))
+        return replace(self, writes=run(call, implementation))
 
     def forget(self, which) -> "HotRows":
         """Empties the rows of the requests that bool [B] selects, such as those that begin now.  ValueError if not."""
         self._dims().check("which", which, "B", ("bool",))
         return replace(self, maps=self.hot.forget(self.maps, which))
 
+    def _copied(self, cache: KVCache, slots, host_slots, layer, host_layer) -> dict[str, Any]:
+        """The fields of a call that copies entries between `cache` and host memory."""
+        entry, dims = check_cache(cache, MLAEntry), Dims()
+        if entry != self.host.entry or cache.layout.dtype != self.host.dtype:
+            raise ValueError(
+                f"`cache` has {entry} in a buffer of {cache.layout.dtype}: expected {self.host.entry} in "
+                f"{self.host.dtype}, as host memory has"
+            )
+        dims.check_ints("slots", slots, "n")
+        dims.check_ints("host_slots", host_slots, "n")
+        at = index_below("host_layer", host_layer, self.host.num_layers, "layers of the host memory")
+        fields = {**self._fields(), "pages": cache.layout.pages, "buffer": one_array(cache.buffer)}
+        places = {"slots": int32(slots), "host_slots": int32(host_slots)}
+        return {**fields, **places, "layer": layer_index(layer, cache), "host_layer": at}
+
     def _dims(self) -> Dims:
-        return Dims(B=(self.maps.shape[1], "the requests of these rows"))
+        return Dims(B=(self.num_requests, "the requests of these rows"))
 
     def _fields(self) -> dict[str, Any]:
         """The fields of a `HotRowsCall` that do not depend on the cache's contents."""

@@ -1,7 +1,7 @@
 """The DeepSeek V3.2 indexer: it scores all cached keys and selects the tokens that sparse attention attends to."""
 
 from functools import partial
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -266,14 +266,42 @@ def select_slots(
     Raises:
       ValueError: a shape, dtype or static argument is wrong.
     """
+    options = {"layer": layer, "max_len": max_len, "logits_bytes": logits_bytes, "implementation": implementation}
+    return _select(q, weights, cache, block_tables, seq_lens, k, slots=True, **options)
+
+
+def select_positions(
+    q: ArrayLike,
+    weights: ArrayLike,
+    cache: KVCache[IndexerEntry],
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    k: int,
+    *,
+    layer: ArrayLike,
+    max_len: int,
+    logits_bytes: int = LOGITS_BYTES,
+    implementation: Implementations | None = None,
+) -> jax.Array:
+    """`select_slots`, but returns the positions of the tokens in their request, for `HotRows.fetch`.
+
+    There are min(k, max_len) columns.
+    """
+    options = {"layer": layer, "max_len": max_len, "logits_bytes": logits_bytes, "implementation": implementation}
+    return _select(q, weights, cache, block_tables, seq_lens, min(k, max_len), slots=False, **options)
+
+
+def _select(q, weights, cache, block_tables, seq_lens, k, *, slots, layer, max_len, logits_bytes, implementation):
+    """What `select_slots` returns, or positions unless `slots`."""
     call = _logits_call(q, weights, cache, block_tables, seq_lens, layer, max_len)
     k, most_bytes = positive_int("k", k), positive_int("logits_bytes", logits_bytes, below=None)
     tables, block_size = call.block_tables, cache.layout.block_size
+    found: dict[str, Any] = {"block_tables": tables, "block_size": block_size} if slots else {}
 
     def select(q, weights, lengths):
         options = {"layer": call.layer, "max_len": call.max_len, "implementation": implementation}
         logits = indexer_logits(q, weights, cache, tables, lengths, **options)
-        return select_topk(logits, k, block_tables=tables, block_size=block_size, implementation=implementation)
+        return select_topk(logits, k, **found, implementation=implementation)
 
     return in_query_chunks(
         select, q, weights, lengths_in_table(call.seq_lens, tables, block_size),

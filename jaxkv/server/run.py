@@ -17,6 +17,7 @@ from jaxkv.server.app import Limits, Server
 from jaxkv.server.client import EngineEnded
 from jaxkv.server.engine_process import EngineProcess
 from jaxkv.serving import Engine
+from jaxkv.terminal.formatting import counted, size
 from jaxkv.terminal.memory import device_memory, nbytes, require_memory
 from jaxkv.terminal.progress import progress
 from jaxkv.terminal.streams import notice
@@ -40,14 +41,40 @@ def make_engine(folder: Path, *, num_blocks: int | None, sizes: dict[str, Any], 
       options: of `jaxkv.models.load`.
     """
     model = models.load(folder, **options, progress=partial(progress, what="loading"))
+    if sizes.get("host_latents") is not None:
+        return _with_host_latents(model, num_blocks, sizes)
     one, two = (nbytes(jax.eval_shape(lambda n=n: model.cache(n))) for n in (1, 2))
     weights, device = nbytes(model.params), jax.devices()[0]
     if num_blocks is None:
         room = MEMORY_FRACTION * device_memory(device) - weights
         num_blocks = BLOCKS_ON_CPUS if device.platform == "cpu" else max(int(room) // (two - one), 1)
     require_memory(f"{num_blocks} blocks, beside the weights", weights + one + (num_blocks - 1) * (two - one))
+    return _warm(Engine(model, num_blocks=num_blocks, **sizes))
+
+
+def _with_host_latents(model: models.Model, num_blocks: int | None, sizes: dict[str, Any]) -> Engine:
+    """The same, with latents in host memory."""
+    if num_blocks is None:
+        raise ValueError("--host-latents needs --blocks, the number of blocks in host memory")
+    longest = min(num_blocks * model.usual_block_size, model.config.max_position_embeddings)
+    memory = sizes["host_latents"].memory(
+        model, num_blocks=num_blocks, max_requests=sizes["max_requests"], max_len=sizes["max_len"] or longest
+    )
+    what = f"{num_blocks} blocks with latents on the host, beside the weights"
+    require_memory(what, nbytes(model.params) + memory.device, on_host=memory.host)
     engine = Engine(model, num_blocks=num_blocks, **sizes)
-    notice(f"{num_blocks} blocks of {engine.block_size} tokens on {device.device_kind}; compiling")
+    notice(
+        f"latents take {size(memory.host)} on the host; on the device, {size(memory.requests)} as rows of "
+        f"{counted(engine.max_requests, 'requests')} and {size(memory.staged)} for prompts, beside {size(memory.keys)} "
+        "of the indexer's keys"
+    )
+    return _warm(engine)
+
+
+def _warm(engine: Engine) -> Engine:
+    """Compiles the largest programs, and the others in the background."""
+    where = jax.devices()[0].device_kind
+    notice(f"{engine.pool.num_blocks} blocks of {engine.block_size} tokens on {where}; compiling")
     engine.warm_up(wait=False)
     return engine
 

@@ -12,6 +12,7 @@ from jaxkv.serving.async_engine import AsyncEngine, Output, Stream
 from jaxkv.serving.drafts import MTP, AcceptanceStats, NGram
 from jaxkv.serving.engine import Engine
 from jaxkv.serving.export import ExportedBlocks
+from jaxkv.serving.host_latents import HostLatents, LatentMemory
 from jaxkv.serving.prefix import PrefixCacheStats
 from jaxkv.serving.processes import Leader, follow
 from jaxkv.serving.replicas import Replicas
@@ -26,7 +27,9 @@ __all__ = [
     "EngineInfo",
     "EngineStats",
     "ExportedBlocks",
+    "HostLatents",
     "HostTime",
+    "LatentMemory",
     "Leader",
     "NGram",
     "Output",

@@ -5,6 +5,7 @@ import time
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any, override
@@ -17,9 +18,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxkv.checks import positive_int, positive_number
 from jaxkv.layout.layout import CacheLayout
 from jaxkv.layout.packed import PackedLayout
+from jaxkv.models.cache_groups import MAIN
 from jaxkv.models.model import Model
 from jaxkv.models.parallel.data import DataParallel
 from jaxkv.models.sampling import Sampling
+from jaxkv.models.split_cache import SplitCache
 from jaxkv.models.weights.fingerprint import fingerprint
 from jaxkv.offload import Connector, prefix_keys
 from jaxkv.offload.events import BlockEvents
@@ -33,6 +36,7 @@ from jaxkv.serving.block_manager import BlockManager
 from jaxkv.serving.buckets import Buckets, Shape
 from jaxkv.serving.drafts import AcceptanceStats, Drafts, Verified
 from jaxkv.serving.export import ExportedBlocks
+from jaxkv.serving.host_latents import HostLatents
 from jaxkv.serving.pool import BlockPool
 from jaxkv.serving.prefix import Prefix, PrefixCacheStats
 from jaxkv.serving.program import Found
@@ -107,12 +111,17 @@ class Engine(EngineBase):
         own, and others are rejected; a block is found if all processes have it.
       drafts: how the next tokens are drafted, by `MTP` or `NGram`, so that a step may add several tokens to a request;
         default not at all.
+      host_latents: keeps the latents of all blocks in host memory, by a `HostLatents`, so that `num_blocks` may be more
+        than the device has memory for; for models with sparse latent attention on one device, in the order BLNHC.  It
+        excludes `connectors` and `drafts`, and `export` and `adopt`.  By default, latents are on the device.
 
     Raises:
       ValueError: an argument is out of range; a connector was made for another layout or number of devices, or is not
         a `HostPool` although the model is on devices of several processes; the model is data parallel (use `Replicas`),
         or cannot draft as `drafts` says; or its cache has tables that are not supported, with `drafts` several or other
-        than those of entries that requests keep.
+        than those of entries that requests keep; or `host_latents` cannot be combined with the model or with another
+        option.
+      MemoryError: there is not so much host memory.
     """
 
     def __init__(
@@ -129,18 +138,21 @@ class Engine(EngineBase):
         max_time_between_tokens: float | None = None,
         connectors: Sequence[Connector] = (),
         drafts: Drafts | None = None,
+        host_latents: HostLatents | None = None,
     ):
         super().__init__()
         if isinstance(model.parallel, DataParallel):
             raise ValueError("`model` is data parallel, with requests of its own on each device: expected `Replicas`")
-        self.model = model
+        self.model, self.host_latents = model, host_latents
+        if host_latents is not None:
+            if not isinstance(host_latents, HostLatents):
+                raise TypeError(f"`host_latents` is {host_latents!r}: expected a HostLatents")
+            host_latents.check(model, order=order, drafts=drafts, connectors=connectors)
         block_size = model.usual_block_size if block_size is None else block_size
         layout = model.layout(num_blocks, block_size, order)
-        self.block_size, self._order, self._layout = block_size, order, layout
+        self.block_size, self._layout = block_size, layout
         self.max_requests = positive_int("max_requests", max_requests)
         self.pool = BlockPool(num_blocks)
-        self._allocate()
-        self.tiers = Tiers(connectors, self.cache, layout, model.implementation)
         self.prefix_stats = PrefixCacheStats()
         self.host_time = HostTime()
         self.chunk = positive_int("chunk", chunk)
@@ -186,17 +198,31 @@ class Engine(EngineBase):
         """The most cached tokens of a request that has the cache for itself."""
         if max_len is None:
             max_len = min(self._capacity, model.config.max_position_embeddings)
+        self._table_blocks = -(-positive_int("max_len", max_len) // block_size)
+        """The most blocks of a request, of the first table."""
+        self._new_cache: Callable[[], Any] = partial(model.cache, num_blocks, block_size, order)
+        if host_latents is not None:
+            longest = self._table_blocks * block_size
+            self._new_cache = host_latents.caches(
+                model, num_blocks=num_blocks, block_size=block_size, max_requests=max_requests, max_len=longest
+            )
+        self._allocate()
+        blocks = self.cache.keys if isinstance(self.cache, SplitCache) else self.cache
+        self.tiers = Tiers(connectors, blocks, layout, model.implementation)
         self.keys = PrefixKeys(model, layout)
-        copy = model.parallel.per_device(partial(copy_blocks, implementation=model.implementation))
+        copy = partial(
+            SplitCache.copy_block if host_latents is not None else copy_blocks, implementation=model.implementation
+        )
         self.block_manager = BlockManager(
             tables,
             self.pool,
             self.tiers,
             keys=self.keys,
-            copy=jax.jit(copy, donate_argnums=0),
+            copy=jax.jit(model.parallel.per_device(copy), donate_argnums=0),
             places=self.max_requests,
-            max_len=positive_int("max_len", max_len),
+            max_len=max_len,
         )
+        self._forget = jax.jit(SplitCache.forget, donate_argnums=0)
         self._submitted = 0
         self.waiting: list[Request] = []
         """Waiting requests, in the order in which they join: by priority, then by age."""
@@ -221,10 +247,11 @@ class Engine(EngineBase):
 
     def _allocate(self) -> None:
         """Makes the arrays on the device that steps donate."""
-        cache = self.model.cache(self.pool.num_blocks, self.block_size, self._order)
+        cache = self._new_cache()
+        sharding = jax.tree.leaves(cache)[0].sharding
         # Committed to its device, like the caches that loads return: jit compiles separately for committed arrays.
-        self.cache = jax.device_put(cache, one_array(cache.buffer).sharding)
-        self.last = jax.device_put(jnp.zeros(self.max_requests, jnp.int32), _replicated(self.cache.buffer.sharding))
+        self.cache = jax.device_put(cache, sharding)
+        self.last = jax.device_put(jnp.zeros(self.max_requests, jnp.int32), _replicated(sharding))
         """The last sampled token of every running request, on the device."""
 
     @override
@@ -352,7 +379,7 @@ class Engine(EngineBase):
           TypeError, ValueError: the prompt or the salt is not as `new_request` expects it.
           RuntimeError: the engine has ended, because it could not be restored after an exception.
         """
-        self.check_usable()
+        self._check_moves_blocks("export")
         request = self._unscheduled(prompt, cache_salt)
         found = self.block_manager.cached_prefix(request, self.running)
         blocks = self.block_manager.blocks_of_prefix(request, found.tokens)
@@ -386,7 +413,7 @@ class Engine(EngineBase):
           TypeError: `exported` is not an ExportedBlocks.
           RuntimeError: the engine has ended, because it could not be restored after an exception.
         """
-        self.check_usable()
+        self._check_moves_blocks("adopt")
         if not isinstance(exported, ExportedBlocks):
             raise TypeError(f"`exported` is a {type(exported).__name__}: expected an ExportedBlocks, from `export`")
         for what, theirs, ours in (
@@ -404,6 +431,15 @@ class Engine(EngineBase):
         rows = to_device(exported.rows, one_array(self.cache.buffer).sharding)
         self._adopt(request, exported.num_tokens, padded_rows(rows))
         return self.block_manager.cached_prefix(request, self.running).tokens
+
+    def _check_moves_blocks(self, method: str) -> None:
+        """Raises an error if the engine has ended, or if latents are in host memory."""
+        self.check_usable()
+        if self.host_latents is not None:
+            raise ValueError(
+                f"`{method}` moves blocks of a cache on the device, and the engine has `host_latents`: expected an "
+                "engine without"
+            )
 
     def _check_exported(self, request: Request, exported: ExportedBlocks) -> None:
         """ValueError unless the exported blocks are those of the prefix of a request."""
@@ -495,8 +531,11 @@ class Engine(EngineBase):
         self._release()
         self.tiers.drop_failed_offers()
         self._places[:] = range(self.max_requests)
+        if self.host_latents is not None:
+            with suppress(jax.errors.JaxRuntimeError):  # of the program that failed
+                jax.effects_barrier()  # no earlier program writes to the host memory any more, which is used again
         self._allocate()
-        jax.block_until_ready((self.cache.buffer, self.last))  # an error now means that the device is lost
+        jax.block_until_ready((self.cache, self.last))  # an error now means that the device is lost
 
     @override
     def _release(self):
@@ -512,7 +551,7 @@ class Engine(EngineBase):
             request.reset()
         self.waiting = sorted((request for request in requests if request.finish_reason is None), key=_rank)
         self.running = []
-        for array in (one_array(self.cache.buffer), self.last):
+        for array in jax.tree.leaves((self.cache, self.last)):
             array.delete()  # unless a program that did not return has donated it
 
     def _run_layers(self, schedule: Schedule, shape: Shape) -> Found | Verified:
@@ -561,6 +600,8 @@ class Engine(EngineBase):
         if self.drafts is None:
             self._drawn(found.logits, {})
         self.cache = self.block_manager.warm_up(self.cache)
+        if self.host_latents is not None:
+            self.cache = self._forget(self.cache, np.int32(self.max_requests))
 
     # A step consists of the following methods, and of a program between them.  `Lockstep` runs that program for the
     # engines of several devices.
@@ -589,6 +630,8 @@ class Engine(EngineBase):
             left -= len(chunks[joined])
         prefill = [span for request in self.running for span in chunks.get(request, ())]
         decode = [Span.last(request) for request in self.running if request.missing == 1]
+        if self.host_latents is not None:
+            del prefill[self._most_staged(prefill) :]
         return Schedule(prefill, decode) if prefill or decode else None
 
     def inputs(self, schedule: Schedule, shape: Shape) -> Bundle[StepBatches]:
@@ -597,10 +640,12 @@ class Engine(EngineBase):
 
     def batches(self, schedule: Schedule, shape: Shape) -> StepBatches:
         """The batches of a step of this shape."""
-        return StepBatches(
-            prefill=self._batch(schedule.prefill, shape.chunks, self.chunk),
-            decode=self._batch(schedule.decode, shape.requests, self._columns),
-        )
+        prefill = self._batch(schedule.prefill, shape.chunks, self.chunk)
+        decode = self._batch(schedule.decode, shape.requests, self._columns)
+        if self.host_latents is not None:
+            prefill = prefill and prefill.staged(self._table_blocks, self.block_size)
+            decode = decode and decode._replace(place=decode.places)
+        return StepBatches(prefill, decode)
 
     def _batch(self, spans: list[Span], count: int, columns: int) -> InputBatch | None:
         if not count:
@@ -639,6 +684,18 @@ class Engine(EngineBase):
         choices = Bundle.of(Choices.of(rows, len(logits)))
         self.last, tokens = self._draw(len(logits), logits, self.last, choices)
         return tokens
+
+    def _most_staged(self, spans: Sequence[Span]) -> int:
+        """How many of these chunks a step can process if latents are in host memory.
+
+        All blocks that they attend to are on the device together, of one layer, where those of the longest request fit.
+        """
+        blocks = set[int]()
+        for count, (request, _, end, *_) in enumerate(spans):
+            blocks.update(request.held[MAIN].blocks[: -(-end // self.block_size)])
+            if len(blocks) > self._table_blocks:
+                return count
+        return len(spans)
 
     def _chunks(self, request: Request, most: int) -> list[Span]:
         """The chunks of a request's prompt, at most so many, that the next step processes; none if it decodes."""
@@ -745,6 +802,8 @@ class Engine(EngineBase):
         insort(self.running, request, key=_rank)
         self.waiting.remove(request)
         request.place = self._places.pop()
+        if self.host_latents is not None:
+            self.cache = self._forget(self.cache, np.int32(request.place))
         self.block_manager.allocate(request, prefix)
         request.cached = request.filled = prefix.tokens
         self.cache = self.block_manager.ensure_writable(self.cache, request, end)

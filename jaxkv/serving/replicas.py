@@ -57,6 +57,12 @@ class Replicas(EngineBase):
             raise ValueError(f"`model` has `parallel` {found}: expected DataParallel; for others, use `Engine`")
         if "connectors" in options:
             raise ValueError("`connectors` are given: expected none, because several engines cannot share them")
+        if options.get("host_latents") is not None and isinstance(model.parallel, DataExpertParallel):
+            raise ValueError(
+                f"`host_latents` is {options['host_latents']}, and `model` has `parallel` DataExpertParallel: expected "
+                "DataParallel, because one program steps all devices, and host memory is that of one; leave out "
+                "`host_latents`, or divide no experts"
+            )
         self.engines = [Engine(replica, **options) for replica in _replicas(model)]
         self._lockstep: Lockstep | None = None
         if isinstance(model.parallel, DataExpertParallel):

@@ -12,6 +12,7 @@ from jax import lax
 
 from jaxkv.models.decoder import NewTokens
 from jaxkv.models.sampling import Sampling, SamplingBatch
+from jaxkv.models.split_cache import Staging
 from jaxkv.serving.request import Request
 from jaxkv_kernels.alignment import ALIGNMENT
 
@@ -82,6 +83,8 @@ class InputBatch(NamedTuple):
     """int32 [B], where the request's last token is kept on the device; `NOWHERE` if the row samples none."""
     drafting: Any = None
     """`Drafting` in steps with drafts."""
+    place: Any = None
+    """With latents in host memory, where they come to the device, as in `SplitCache.places`."""
 
     @classmethod
     def of(
@@ -127,6 +130,10 @@ class InputBatch(NamedTuple):
         written = positions < np.asarray(ends, np.int32)[:, None]
         drafting.lookahead[:used] = _slots(self.block_tables[:used], positions, written, block_size)
         return self._replace(drafting=drafting)
+
+    def staged(self, most: int, block_size: int) -> "InputBatch":
+        """The batch of these chunks with the blocks that it attends to, at most so many, for latents in host memory."""
+        return self._replace(place=Staging.of(self.block_tables, self.seq_lens, count=most, block_size=block_size))
 
     def new_tokens(self, last) -> NewTokens:
         """The batch for `models.step`, given the last token of each place, int32 [places]."""

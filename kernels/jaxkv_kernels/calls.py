@@ -813,14 +813,32 @@ class FetchRows(HotRowsCall[tuple[jax.Array, jax.Array, jax.Array]]):
 
 
 @record
-class StoreRows(HotRowsCall[jax.Array]):
-    """Copies the entries of rows to host memory; returns `writes`."""
+class CopyRows[Result](HotRowsCall[Result]):
+    """Copies entries between slots of a layer on the device, and slots of a layer in host memory."""
 
-    operation = "store_rows"
+    host_layer: jax.Array
+    """A scalar."""
     slots: jax.Array
-    """[N], of rows."""
+    """[N], on the device.  Entries of which one of the two slots is invalid are skipped."""
     host_slots: jax.Array
     """[N], in host memory."""
+
+
+@record
+class LoadRows(CopyRows[jax.Array]):
+    """Copies entries from host memory to the device; returns the buffer."""
+
+    operation = "load_rows"
+
+    def run_on(self, kernels: "Kernels") -> jax.Array:
+        return kernels.load_rows(self)
+
+
+@record
+class StoreRows(CopyRows[jax.Array]):
+    """Copies entries from the device to host memory; returns `writes`."""
+
+    operation = "store_rows"
 
     def run_on(self, kernels: "Kernels") -> jax.Array:
         return kernels.store_rows(self)
@@ -1068,6 +1086,9 @@ class Kernels:
         raise NotImplementedError
 
     def fetch_rows(self, call: FetchRows) -> tuple[jax.Array, jax.Array, jax.Array]:
+        raise NotImplementedError
+
+    def load_rows(self, call: LoadRows) -> jax.Array:
         raise NotImplementedError
 
     def store_rows(self, call: StoreRows) -> jax.Array:

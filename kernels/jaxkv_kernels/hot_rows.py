@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 
 @dataclass(frozen=True)
@@ -42,8 +43,9 @@ class HotMap:
 
     def forget(self, maps: jax.Array, which: jax.Array) -> jax.Array:
         """The maps [L, B, width], where the rows of the requests that bool [B] selects hold no tokens."""
-        place, held, order = self.split(maps)
-        return jnp.concatenate([place, jnp.where(which[:, None], -1, held), order], axis=-1)
+        _, held, _ = self.split(maps)
+        # Only this part: in a program that donates them, the maps are updated in place.
+        return lax.dynamic_update_slice_in_dim(maps, jnp.where(which[:, None], -1, held), self.positions, axis=-1)
 
 
 GLOBAL, PREFERRED_LOCATION, ACCESSED_BY, CPU = 1, 3, 5, -1

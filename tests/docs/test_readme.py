@@ -133,6 +133,15 @@ def test_the_engine_drafts(tmp_path):
     assert scope["engine"].acceptance.drafted > 100
 
 
+@pytest.mark.ci
+def test_the_engine_has_latents_in_host_memory(capsys):
+    code = code_in("jaxkv/serving", 'from jaxkv import models, serving\n\nmodel = models.load("DIR")\nsizes')
+    exec(code.replace('"DIR"', repr(str(ROOT / "tests" / "data" / "models" / "deepseek_v32"))), {})
+    *tokens, sizes = capsys.readouterr().out.splitlines()
+    assert len(tokens) == 100
+    assert re.fullmatch(r"0\.1\d GB on the host, 0\.0\d GB on the device", sizes)
+
+
 def test_prefill_and_decode_run():
     code = code_in("jaxkv/models")
     scope = {}

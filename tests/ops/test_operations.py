@@ -73,7 +73,7 @@ def test_caches_of_other_entries_are_rejected(operation):
     assert all(issubclass(kind, Entry) for kind in operation.entries)
 
 
-HOT_ROWS = {"fetch_rows", "store_rows"}
+HOT_ROWS = {"fetch_rows", "load_rows", "store_rows"}
 """Methods of `Kernels` for `jaxkv.offload.HotRows`."""
 
 

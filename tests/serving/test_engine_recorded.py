@@ -46,7 +46,7 @@ def limit_traces(monkeypatch, most):
 def test_twenty_requests_come_and_go(family, monkeypatch):
     # Requests of one prompt come in pairs and share it.  17 blocks of 16 tokens, which the longest request takes:
     # some wait, and some are computed again.
-    limit_traces(monkeypatch, 6)  # three shapes with chunks, and three without
+    limit_traces(monkeypatch, 7)  # two shapes with chunks and requests, two with chunks alone, and three without chunks
     served = Engine(model(family), num_blocks=17, block_size=16, max_requests=4, chunk=64, max_num_batched_tokens=196)
     rng, requests, sent_back, shared = np.random.default_rng(0), [], set(), 0
     while len(requests) < 20 or served.running or served.waiting:

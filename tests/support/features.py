@@ -212,8 +212,11 @@ FEATURES = {
         ),
         Feature(
             "host memory as the cache of sparse attention (HiSparse)",
-            "`HotRows`, on one device; models and the engine do not use it",
-            ("tests/offload/test_hot_rows.py::TestHotRows::test_attention_is_bit_equal_to_a_cache_that_fits",),
+            "`serving.HostLatents` and `offload.HotRows`, on one device",
+            (
+                "tests/offload/test_hot_rows.py::TestHotRows::test_attention_is_bit_equal_to_a_cache_that_fits",
+                "tests/serving/test_host_latents.py::test_requests_come_and_go",
+            ),
         ),
     ),
     "Entry formats": (

@@ -3,6 +3,8 @@
 The indexer is that of DeepSeek V3.2 and GLM-5.
 """
 
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,12 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv.cache import KVCache
-from jaxkv.models.batch import Batch, SubBatch
+from jaxkv.models.batch import Batch, SubBatch, joined
 from jaxkv.models.config import MLA, Indexer, ModelConfig, Rope, Yarn
 from jaxkv.models.json_object import JsonObject
 from jaxkv.models.layers import rope
 from jaxkv.models.layers.linear import float32_linear, layer_norm, linear, product, rms_norm
 from jaxkv.models.model import Model
+from jaxkv.models.split_cache import SplitCache
+from jaxkv.ops.indexer import select_positions
 from jaxkv.ops.writes import write_indexer_k, write_mla
 
 LATENT_EPS = 1e-6
@@ -94,8 +98,8 @@ def convert_weights(config: ModelConfig, attention: MLA, layer: dict[str, Any]) 
 
 
 def attention(
-    model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer
-) -> tuple[KVCache, jax.Array | None, jax.Array]:
+    model: Model, config: MLA, weights, x, cache: Any, batch: Batch, layer
+) -> tuple[Any, jax.Array | None, jax.Array]:
     """Stores the entries of x and attends to all cached tokens.
 
     If devices divide the heads, the output is this device's term of a sum over devices.
@@ -105,7 +109,7 @@ def attention(
       config: the model's attention.
       weights: the weights of this layer's attention.
       x: [B, Q, hidden].
-      cache: the model's cache.
+      cache: the model's cache, a KVCache or, with an indexer, a SplitCache.
       batch: the new tokens.
       layer: traced int32 scalar.
 
@@ -130,22 +134,29 @@ def attention(
         attend = partial(_attend, model, weights, cache, options=options)
         out = batch.attend(attend, q_nope, q_pe)
     else:
-        slots = batch.selected
+        chosen = batch.selected
         if "indexer" in weights:
-            chosen = _select_slots(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
-            cache, slots = chosen
-        selected = None if config.indexer.layers is None else slots
-        attend = partial(_attend_sparse, model, weights, cache, options=options)
-        out = batch.attend(attend, q_nope, q_pe, slots)
+            found = _select(model, config.indexer, weights["indexer"], x, q_source, cache, batch, layer)
+            cache, chosen = found
+        selected = None if config.indexer.layers is None else chosen
+        if isinstance(cache, SplitCache):
+            cache, out = _attend_split(model, weights, cache, batch, (q_nope, q_pe, chosen), options=options)
+        else:
+            attend = partial(_attend_sparse, model, weights, cache, options=options)
+            out = batch.attend(attend, q_nope, q_pe, chosen)
     return cache, selected, linear(out.reshape(*x.shape[:2], -1), weights["o"])
 
 
-def store(model: Model, config: MLA, weights, x, cache: KVCache, batch: Batch, layer) -> KVCache:
+def store(model: Model, config: MLA, weights, x, cache: Any, batch: Batch, layer) -> Any:
     """Stores the entries of x; the arguments are those of `attention`.  Keys of an indexer are not stored."""
     kv_c, k_pe = jnp.split(linear(x, weights["kv_a"]), [config.kv_lora_rank], axis=-1)
     kv_c = rms_norm(kv_c, weights["kv_a_norm"], config.latent_eps)
     k_pe = rope.rotate_first(k_pe, batch.cos, batch.sin, interleaved=model.config.rope.interleaved)
     tokens, options = len(batch.slots), _options(model, layer)
+    if isinstance(cache, SplitCache):
+        for place, sub_batch, *new in _of_each(batch, cache.places, kv_c, k_pe, batch.positions):
+            cache = cache.write(place, sub_batch.block_tables, *new, **options)
+        return cache
     return write_mla(cache, kv_c.reshape(tokens, -1), k_pe.reshape(tokens, -1), batch.slots, **options)
 
 
@@ -174,6 +185,27 @@ def _attend_sparse(
     return _expanded(out, weights, cache)
 
 
+def _attend_split(
+    model: Model, weights, cache: SplitCache, batch: Batch, queries, *, options
+) -> tuple[SplitCache, jax.Array]:
+    """The cache, and the same for all sub-batches.
+
+    `queries` are q_nope, q_pe and the positions of the cached tokens that they attend to, as layers process them.
+    """
+    found = []
+    where = {"layer": options["layer"], "implementation": model.implementation}
+    for place, sub_batch, q_nope, q_pe, positions in _of_each(batch, cache.places, *queries):
+        latents = cache.find(place, sub_batch.block_tables, positions, **where)
+        cache, at = latents.cache, {**options, "layer": latents.layer}
+        found.append(_attend_sparse(model, weights, latents.held, sub_batch, q_nope, q_pe, latents.slots, options=at))
+    return cache, joined(found)
+
+
+def _of_each(batch: Batch, places: Sequence[Any], *arrays) -> Iterator[tuple[Any, ...]]:
+    """The place of each sub-batch, the sub-batch, and its [B, Q, ...] of the arrays."""
+    return zip(places, batch.sub_batches, *map(batch.divided, arrays), strict=True)
+
+
 def _expanded(out, weights, cache: KVCache) -> jax.Array:
     """Values [B, Q, H, V] from sums of latents, which sums of rotary parts follow in formats of DeepSeek V4."""
     return product("bqhr,hvr->bqhv", out[..., : cache.layout.entry.latent], weights["w_uv"])
@@ -187,10 +219,12 @@ def _softmax_scale(config: MLA, rotary: Rope) -> float:
     return scale * rope.mscale(yarn.factor, yarn.mscale_all_dim) ** 2
 
 
-def _select_slots(
-    model: Model, config: Indexer, weights, x, q_latent, cache: KVCache, batch: Batch, layer
-) -> tuple[KVCache, jax.Array]:
+def _select(
+    model: Model, config: Indexer, weights, x, q_latent, cache: Any, batch: Batch, layer
+) -> tuple[Any, jax.Array]:
     """Stores the indexer's keys of x; returns the cache and the slots with the highest scores, int32 [B, Q, <= topk].
+
+    Of a `SplitCache`, whose layers have latents at other slots, it returns the positions of these tokens.
 
     score[j] = sum over heads h of w_h * relu(q_h . k_j / sqrt(heads * head_dim)), over the tokens j that a query sees.
     DeepSeek first multiplies queries and keys by a Hadamard matrix.  This is left out, because it does not change the
@@ -202,7 +236,7 @@ def _select_slots(
       weights: the weights of this layer's indexer.
       x: [B, Q, hidden], the input of the attention.
       q_latent: [B, Q, q_lora_rank], the latent of the queries after its norm.
-      cache: the model's cache, as the view of the latents.
+      cache: the model's cache, as the view of the latents, or a SplitCache.
       batch: the new tokens.
       layer: traced int32 scalar.
     """
@@ -217,12 +251,18 @@ def _select_slots(
         layer = (jnp.asarray(config.layers, jnp.int32) < layer).sum(dtype=jnp.int32)
     options = {"layer": layer, "implementation": model.implementation}
     block_size = cache.layout.block_size
-    keys = cache.view(model.packed_layout(config, cache.layout.num_blocks, block_size)["indexer"])
+    if isinstance(cache, SplitCache):
+        keys, select_best = cache.keys, select_positions
+    else:
+        keys = cache.view(model.packed_layout(config, cache.layout.num_blocks, block_size)["indexer"])
+        select_best = model.parallel.select_slots
     keys = write_indexer_k(keys, k.reshape(-1, config.head_dim), batch.slots, **options)
 
     def select(sub_batch: SubBatch, q, head_weights) -> jax.Array:
         index, max_len = (sub_batch.block_tables, sub_batch.seq_lens), sub_batch.block_tables.shape[1] * block_size
-        return model.parallel.select_slots(q, head_weights, keys, *index, config.topk, max_len=max_len, **options)
+        return select_best(q, head_weights, keys, *index, config.topk, max_len=max_len, **options)
 
-    slots = batch.attend(select, q, head_weights)
-    return keys.view(cache.layout), slots
+    chosen = batch.attend(select, q, head_weights)
+    if isinstance(cache, SplitCache):
+        return replace(cache, keys=keys), chosen
+    return keys.view(cache.layout), chosen

@@ -20,8 +20,8 @@ array of zeros of their own, so that every launch has a last one, whatever happe
 What bounds it: the link to the host, after the latency of four dependent loads and a prefix sum.  What is indexed by
 rows is read as a whole, and elements are taken from shared memory.
 
-`store_rows` copies rows to host memory.  In both, a warp copies one entry at a time, in words as wide as the alignment
-of its addresses allows.
+`load_rows` and `store_rows` copy entries from and to host memory.  In all of them, a warp copies one entry at a time,
+in words as wide as the alignment of its addresses allows.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.addressing import Pages, entry_runs
-from jaxkv_kernels.calls import FetchRows, HotRowsCall, StoreRows
+from jaxkv_kernels.calls import CopyRows, FetchRows, HotRowsCall, LoadRows, StoreRows
 from jaxkv_kernels.triton.language import tl, triton
 from jaxkv_kernels.triton.launch import launch
 from jaxkv_kernels.triton.tiles import in_bytes, slots_of, token_address
@@ -205,7 +205,7 @@ def _ranks(chosen, at, SIZE: tl.constexpr):
     return within - chosen + tl.gather(before, at // 32, 0), tl.sum(sums, 0)
 
 
-STORE_WARPS = 4
+COPY_WARPS = 4
 WIDEST = 16
 """Bytes of the widest load or store of a thread."""
 LINE = tl.constexpr(128)
@@ -258,35 +258,75 @@ def copy_runs(call: HotRowsCall) -> list[CopyRun]:
 
 
 @jax.jit
+def load_rows(call: LoadRows) -> jax.Array:
+    """Copies entries from `host_slots` of host memory to `slots` of the buffer, which it returns.
+
+    `writes` is an operand only because host memory must be read after them.
+    """
+    buffer = call.buffer
+    for run in copy_runs(call):
+        (buffer,) = _copied(_load_rows, call, (*_places(call), call.writes), buffer, run)
+    return buffer
+
+
+@jax.jit
 def store_rows(call: StoreRows) -> jax.Array:
     """Copies entries from `slots` of the buffer to `host_slots` of host memory; returns `writes` plus 1.
 
     XLA does not know that the memory changes.  Later kernels that read it are ordered by `writes`.
     """
-    operands = call.address, call.slots, call.host_slots, jnp.reshape(call.layer, (1,)), call.buffer
-    grid, writes = (triton.cdiv(call.slots.size, STORE_WARPS),), call.writes
+    writes = call.writes
     for run in copy_runs(call):
-        constants = {"RUN": run, "COUNT": call.slots.size, "TILE": STORE_WARPS}
-        (writes,) = launch(_store_rows, operands, updated=(writes,), grid=grid, warps=STORE_WARPS, **constants)
+        (writes,) = _copied(_store_rows, call, (*_places(call), call.buffer), writes, run)
     return writes
+
+
+def _places(call: CopyRows) -> tuple[jax.Array, ...]:
+    """The operands of both kernels: addresses, slots, and both layers."""
+    return call.address, call.slots, call.host_slots, jnp.stack([call.layer, call.host_layer])
+
+
+def _copied(kernel, call: CopyRows, operands: tuple[jax.Array, ...], updated: jax.Array, run: "CopyRun"):
+    """Launches a kernel that copies one run of the entries."""
+    count = call.slots.size
+    constants = {"RUN": run, "COUNT": count, "TILE": COPY_WARPS}
+    grid = (triton.cdiv(count, COPY_WARPS),)
+    return launch(kernel, operands, updated=(updated,), grid=grid, warps=COPY_WARPS, **constants)
+
+
+@triton.jit
+def _load_rows(
+    address, slots, host_slots, layers, writes, buffer, RUN: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr
+):
+    here, host, keep = _addresses(address, slots, host_slots, layers, buffer, RUN, COUNT, TILE)
+    words, column = load_words(host, keep, RUN)
+    store_words(here, words, column, keep, RUN)
 
 
 @triton.jit
 def _store_rows(
     address, slots, host_slots, layers, buffer, writes, RUN: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr
 ):
+    here, host, keep = _addresses(address, slots, host_slots, layers, buffer, RUN, COUNT, TILE)
+    words, column = load_words(here, keep, RUN)
+    store_words(host, words, column, keep, RUN)
+    if tl.program_id(0) == 0:
+        tl.store(writes, tl.load(writes) + 1)
+
+
+@triton.jit
+def _addresses(address, slots, host_slots, layers, buffer, RUN: tl.constexpr, COUNT: tl.constexpr, TILE: tl.constexpr):
+    """The addresses [TILE] of this program's entries on the device and in host memory, and which are copied."""
     pages: tl.constexpr = RUN.pages  # Triton 3.6 cannot pass attributes on
     host_pages: tl.constexpr = RUN.host_pages
     n = tl.program_id(0) * TILE + tl.arange(0, TILE)
-    layer = tl.load(layers)
+    layer, host_layer = tl.load(layers), tl.load(layers + 1)
     slot = tl.load(slots + n, mask=n < COUNT, other=-1)
     host_slot = tl.load(host_slots + n, mask=n < COUNT, other=-1)
     keep = (slot >= 0) & (slot < slots_of(layer, pages))
-    keep &= (host_slot >= 0) & (host_slot < slots_of(layer, host_pages))
-    words, column = load_words(token_address(buffer, layer, slot, 0, pages), keep, RUN)
-    store_words(token_address(host_memory(address), layer, host_slot, 0, host_pages), words, column, keep, RUN)
-    if tl.program_id(0) == 0:
-        tl.store(writes, tl.load(writes) + 1)
+    keep &= (host_slot >= 0) & (host_slot < slots_of(host_layer, host_pages))
+    here = token_address(buffer, layer, slot, 0, pages)
+    return here, token_address(host_memory(address), host_layer, host_slot, 0, host_pages), keep
 
 
 @triton.jit

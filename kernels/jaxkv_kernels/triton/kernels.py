@@ -157,5 +157,9 @@ class Triton(Kernels):
         return hot_rows.fetch_rows(call)
 
     @supports(machines=_NVIDIA)
+    def load_rows(self, call: calls.LoadRows) -> jax.Array:
+        return hot_rows.load_rows(call)
+
+    @supports(machines=_NVIDIA)
     def store_rows(self, call: calls.StoreRows) -> jax.Array:
         return hot_rows.store_rows(call)

@@ -9,7 +9,7 @@ from jax import lax
 from jax.experimental import io_callback
 
 from jaxkv_kernels.addressing import entry_runs, load_entries, slots_for, store_entries
-from jaxkv_kernels.calls import FetchRows, StoreRows
+from jaxkv_kernels.calls import CopyRows, FetchRows, LoadRows, StoreRows
 from jaxkv_kernels.hot_rows import memory_at
 
 
@@ -66,12 +66,32 @@ def _assign(of_request, position, live, *, hot):
 
 
 @jax.jit
+def load_rows(call: LoadRows) -> jax.Array:
+    """Copies entries at `host_slots` of host memory to `slots`; returns the buffer."""
+    sources, layer = _host_places(call)
+    shape = jax.ShapeDtypeStruct((call.slots.size, 1, call.entry.nbytes), jnp.uint8)
+    load = partial(_load, pages=call.host_pages, entry=call.entry, itemsize=call.buffer.dtype.itemsize)
+    rows = jax.pure_callback(load, shape, call.address, call.writes, sources, layer)
+    slots = jnp.where(sources >= 0, call.slots, -1)
+    return store_entries(call.buffer, call.pages, call.entry, rows, slots, call.layer)
+
+
+@jax.jit
 def store_rows(call: StoreRows) -> jax.Array:
-    """Copies the rows at `slots` to host memory at `host_slots`; returns `writes` plus 1."""
+    """Copies entries at `slots` to `host_slots` of host memory; returns `writes` plus 1."""
     rows, valid = load_entries(call.buffer, call.pages, call.entry, call.slots, call.layer, dtype=jnp.uint8)
     store = partial(_store, pages=call.host_pages, entry=call.entry, itemsize=call.buffer.dtype.itemsize)
-    targets, counter = jnp.where(valid, call.host_slots, -1), jax.ShapeDtypeStruct((1,), jnp.int32)
-    return io_callback(store, counter, call.address, call.writes, targets, call.layer, rows)
+    targets, layer = _host_places(call)
+    counter = jax.ShapeDtypeStruct((1,), jnp.int32)
+    return io_callback(store, counter, call.address, call.writes, jnp.where(valid, targets, -1), layer, rows)
+
+
+def _host_places(call: CopyRows) -> tuple[jax.Array, jax.Array]:
+    """The slots [N] in host memory, -1 for those outside it, and a layer of it."""
+    pages, slots, layer = call.host_pages, call.host_slots, call.host_layer
+    known = (layer >= 0) & (layer < pages.num_layers)
+    inside = known & (slots >= 0) & (slots < pages.num_slots)
+    return jnp.where(inside, slots, -1), jnp.where(known, layer, 0)
 
 
 def _load(address, writes, slots, layer, *, pages, entry, itemsize) -> np.ndarray:

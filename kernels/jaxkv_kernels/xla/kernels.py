@@ -156,5 +156,9 @@ class XLA(Kernels):
         return hot_rows.fetch_rows(call)
 
     @supports()
+    def load_rows(self, call: calls.LoadRows) -> jax.Array:
+        return hot_rows.load_rows(call)
+
+    @supports()
     def store_rows(self, call: calls.StoreRows) -> jax.Array:
         return hot_rows.store_rows(call)

@@ -247,7 +247,7 @@ def test_the_delta_rule_lowers_in_place():
 
 
 def hot_rows(form):
-    """Arrays and options of `fetch_rows`, whose first two arrays are updated, and of `store_rows`."""
+    """Arrays and options of `fetch_rows`, whose first two arrays are updated, `load_rows` and `store_rows`."""
     entry = jaxkv.MLAEntry(form)
     here, host = (
         jaxkv.CacheLayout(num_layers=2, num_blocks=count, block_size=64, entry=entry) for count in (16 * 64, 16 * 2048)
@@ -257,14 +257,15 @@ def hot_rows(form):
     buffer, maps = shape(here.size, dtype=here.dtype), shape(2, 16, hot.width)
     selected = dict(positions=shape(16, 2048), block_tables=shape(16, 2048), layer=shape())
     fetch = {"buffer": buffer, "maps": maps, **memory, **selected}, {**options, "hot": hot, "copied": True}
-    store = {"buffer": buffer, **memory, "slots": shape(16), "host_slots": shape(16), "layer": shape()}, options
-    return {"fetch_rows": fetch, "store_rows": store}
+    places = dict(slots=shape(16), host_slots=shape(16), layer=shape(), host_layer=shape())
+    copied = {"buffer": buffer, **memory, **places}, options
+    return {"fetch_rows": fetch, "load_rows": copied, "store_rows": copied}
 
 
 @compiles
 @pytest.mark.parametrize("capability", SHARED)
 @pytest.mark.parametrize("form", ["fp8_ds_mla", "fp8_v4"])
-@pytest.mark.parametrize("operation", ["fetch_rows", "store_rows"])
+@pytest.mark.parametrize("operation", ["fetch_rows", "load_rows", "store_rows"])
 def test_hot_rows_compile_within_the_gpus_limits(operation, form, capability):
     arrays, options = hot_rows(form)[operation]
     for built in builds_of(capability, kernels.RECORDS[operation](**arrays, **options)):

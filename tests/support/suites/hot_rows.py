@@ -158,6 +158,36 @@ class HotRows(HotRowsChecks):
             hot, slots = self.fetch(hot, positions[:, None], tables, 1)
             self.assert_same_entries(hot, slots, full, tables, positions[:, None], 1)
 
+    @pytest.mark.parametrize("entry", [jaxkv.MLAEntry("bf16", 16, 8), slow(jaxkv.MLAEntry("fp8_v4", 64, 16))])
+    def test_entries_are_copied_to_and_from_layers_of_other_caches(self, entry):
+        host, full, _, hot = self.make(entry)
+        one = jaxkv.KVCache.zeros(
+            jaxkv.CacheLayout(num_layers=1, num_blocks=4, block_size=BLOCK, entry=entry, dtype=host.layout.dtype)
+        )
+        slots = np.asarray([3, 30, -1, 5, 32, 31, 0], np.int32)  # 32 is the first slot after the cache
+        hosts = np.asarray([200, 7, 9, -1, 11, host.layout.num_slots, 359], np.int32)
+        here, there = slots[[0, 1, 6]], hosts[[0, 1, 6]]
+        loaded = _load(hot, one, slots, hosts, jnp.int32(0), jnp.int32(1), implementation=self.implementation)
+        assert_same_bits(_bytes(loaded, here, 0), _bytes(full, there, 1))
+        others = np.setdiff1d(np.arange(32, dtype=np.int32), here)
+        assert not np.asarray(_bytes(loaded, others, 0)).any()
+        # Back to other places of the other layer.
+        before, targets = host.blocks.copy(), np.where(hosts < 0, hosts, hosts - 1).astype(np.int32)
+        hot = _store(hot, loaded, slots, targets, jnp.int32(0), jnp.int32(0), implementation=self.implementation)
+        right = np.asarray(_bytes(full, there, 1))
+        again = _load(hot, one, here, there - 1, jnp.int32(0), jnp.int32(0), implementation=self.implementation)
+        assert_same_bits(_bytes(again, here, 0), right)
+        assert (np.asarray(hot.writes) > 0).all()
+        rows = np.flatnonzero((host.blocks != before).any(axis=1))
+        assert {*rows.tolist()} <= {*((there - 1) // BLOCK).tolist()}
+        before = host.blocks.copy()
+        for layer, host_layer in [(1, 0), (0, LAYERS), (-1, 0), (0, -1)]:
+            options = {"implementation": self.implementation}
+            same = _load(hot, loaded, slots, hosts, jnp.int32(layer), jnp.int32(host_layer), **options)
+            assert_same_bits(same.buffer, loaded.buffer)
+            jax.block_until_ready(_store(hot, loaded, slots, hosts, jnp.int32(layer), jnp.int32(host_layer), **options))
+            assert_same_bits(host.blocks, before)
+
     def test_forgotten_tokens_are_fetched_again(self):
         host, full, tables, hot = self.make(jaxkv.MLAEntry("bf16", 16, 8))
         positions = np.arange(10)[None, None].repeat(REQUESTS, 0)
@@ -194,7 +224,14 @@ class HotRowsMisuse:
             hot.fetch(jnp.zeros((REQUESTS, 1, 2), jnp.int32), tables, layer=2)
         with pytest.raises(ValueError, match="`which` has dtype int32: expected bool"):
             hot.forget(jnp.zeros(REQUESTS, jnp.int32))
+        layers, n = {"layer": 0, "host_layer": 0}, jnp.zeros(2, jnp.int32)
+        with pytest.raises(ValueError, match="`host_layer` is 2: expected an int from 0 to 1"):
+            hot.load(hot.cache, n, n, **{**layers, "host_layer": 2})
+        with pytest.raises(ValueError, match=r"`host_slots` has shape \(3,\)"):
+            hot.store(hot.cache, n, jnp.zeros(3, jnp.int32), **layers)
         other = jaxkv.KVCache.zeros(jaxkv.CacheLayout(**sizes, entry=jaxkv.MLAEntry("f16", 16, 8)))
+        with pytest.raises(ValueError, match=r"expected MLAEntry\(.*, as host memory has"):
+            hot.load(other, n, n, **layers)
         with pytest.raises(ValueError, match="`cache` has other blocks than the host memory"):
             host.store(other, [0], [0])
         with pytest.raises(ValueError, match="`blocks` has 2 ids and `targets` 1: expected as many"):
@@ -222,6 +259,18 @@ def _bytes(cache, slots, layer):
 @partial(jax.jit, static_argnames="implementation")
 def _fetch(hot, positions, tables, layer, *, implementation):
     return hot.fetch(positions, tables, layer=layer, implementation=implementation)
+
+
+@partial(jax.jit, static_argnames="implementation")
+def _load(hot, cache, slots, host_slots, layer, host_layer, *, implementation):
+    places = {"layer": layer, "host_layer": host_layer}
+    return hot.load(cache, slots, host_slots, **places, implementation=implementation)
+
+
+@partial(jax.jit, static_argnames="implementation")
+def _store(hot, cache, slots, host_slots, layer, host_layer, *, implementation):
+    places = {"layer": layer, "host_layer": host_layer}
+    return hot.store(cache, slots, host_slots, **places, implementation=implementation)
 
 
 @partial(jax.jit, static_argnames="implementation", donate_argnames="hot")
