@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from jaxkv_kernels.formats.latents.fp8_ds_mla import TILE
-from jaxkv_kernels.triton.arithmetic import dot, rounded
+from jaxkv_kernels.triton.arithmetic import compiles_ptx, dot, rounded
 from jaxkv_kernels.triton.codecs import (
     computed_once,
     e2m1_unit,
@@ -81,7 +81,7 @@ class Config:
         for name in ("rows", "keys"):
             self._check_power_of_two(name, least=16)
         self._check_power_of_two("warps", most=16)
-        for field in fields(self):
+        for field in fields(Config):  # kernels check those that they add
             value = getattr(self, field.name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{field.name}` is {value!r}: expected a positive integer")
@@ -156,6 +156,8 @@ class EntryLoads:
     """Bytes from the start of a key to its value; None if values have strides, or an array, of their own."""
     scales_at: tuple[int, int] = (0, 0)
     """Bytes from the start of a key, and from that of a value, to its scales."""
+    nbytes: int = 0
+    """Bytes of a latent and its rotary key that lie together, which are prefetched."""
 
     @property
     def loads(self) -> int:
@@ -460,11 +462,39 @@ def _visible(
 
 
 @triton.jit
-def _scores(q, k, score):
-    """`score` [rows, keys] plus the products of tiles `q` [rows, n] with the corresponding tiles `k` [keys, n]."""
+def _scores(q, k, score, start, end, ONCE: tl.constexpr):
+    """`score` [rows, keys] plus the products of tiles `q` [rows, n] with the corresponding tiles `k` [keys, n].
+
+    If another product uses the result of a product, Triton divides only its rows among the warps, which take 16 each.
+    With 64 rows and 8 warps on Hopper, both warpgroups then compute all scores.  Where the other product is not in the
+    same branch, Triton does not see it, and divides the keys as well.  With ONCE, each product is therefore in a branch
+    that is always taken, because `start` < `end`.  The other branch has a product, too, or Triton would move
+    conversions of the scores, and with them the softmax, into the branches.
+    """
     for i in tl.static_range(len(k)):
-        score = dot(q[i], tl.trans(k[i]), score)
+        if ONCE:
+            # Conditions differ, or Triton would merge the branches.
+            score = dot(q[i], tl.trans(k[i]), score) if start < end + i else dot(q[i], tl.trans(k[i]), -score)
+        else:
+            score = dot(q[i], tl.trans(k[i]), score)
     return score
+
+
+LINE = tl.constexpr(128)
+"""Bytes of a line of the L2 cache."""
+
+
+@triton.jit
+def _prefetch(entry, known, NBYTES: tl.constexpr):
+    """Fetches NBYTES at each of the pointers `entry` [n] that is `known` to the L2 cache, without waiting for them."""
+    if compiles_ptx():
+        COUNT: tl.constexpr = triton.next_power_of_2((NBYTES + LINE - 1) // LINE)
+        at = tl.arange(0, COUNT)[None, :] * LINE
+        place, wanted = tl.broadcast(entry[:, None] + at, (known[:, None] & (at < NBYTES)).to(tl.int32))
+        tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p prefetch.global.L2 [$1]; mov.b32 $0, 0; }", "=r,l,r",
+            [place, wanted], dtype=tl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -472,7 +502,7 @@ def attend_tiles(
     q, scale, buffer, value_buffer, layers, table, last_ends, request, begin, end, head, token,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
     CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, TRAILING: tl.constexpr, CONFIG: tl.constexpr,
-    SUM_PER_COLUMN: tl.constexpr,
+    SUM_PER_COLUMN: tl.constexpr, SCORES_ONCE: tl.constexpr, PREFETCHED: tl.constexpr,
 ):  # fmt: skip
     """Attends with the query tiles `q` to the tokens from `begin` to `end` of a request.
 
@@ -486,6 +516,7 @@ def attend_tiles(
     `table` [B, TABLE] holds ids of blocks of TABLE_BLOCK tokens: blocks of the cache, or slots if TABLE_BLOCK is 1.
     `last_ends` [B] are the positions after the last query tokens: unclamped lengths or, with TRAILING, clamped lengths
     minus `trailing`.
+    SCORES_ONCE and PREFETCHED are those of `LatentConfig`.
 
     Returns the unnormalized sums (a tuple of float32 [rows, columns], one per tile of values), the running maximum
     [rows], and the row sums ([rows], or [rows, keys] with SUM_PER_COLUMN).
@@ -508,6 +539,10 @@ def attend_tiles(
     kv_end = last_end - (Q_LEN - 1) + token
     row_max = tl.full((ROWS,), NO_KEYS, tl.float32)
     row_sum = tl.zeros((ROWS, KEYS) if SUM_PER_COLUMN else (ROWS,), tl.float32)
+    FAR: tl.constexpr = (PREFETCHED + 1) * KEYS
+    far = block
+    if PREFETCHED:
+        far = tl.load(table + (begin + FAR + key) // TABLE_BLOCK, mask=begin + FAR + key < end, other=-1)
     for start in tl.range(begin, end, KEYS):
         position = start + key
         known = (block >= 0) & (block < blocks)
@@ -515,7 +550,12 @@ def attend_tiles(
         ahead = position + KEYS
         block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
         k, v, k_factors, v_factors = load_keys_and_values(buffer, value_buffer, layer, slot, head, known, PAGES, LOADS)
-        score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
+        if PREFETCHED:
+            exists = (far >= 0) & (far < blocks)
+            slot = tl.where(exists, far, 0) * TABLE_BLOCK + (position + FAR) % TABLE_BLOCK
+            _prefetch(token_address(buffer, layer, slot, head, PAGES), exists, LOADS.nbytes)
+            far = tl.load(table + (ahead + FAR) // TABLE_BLOCK, mask=ahead + FAR < end, other=-1)
+        score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32), start, end, SCORES_ONCE)
         if LOADS.per_token[0]:
             score *= k_factors[0][None, :]
         visible = _visible(known, position, kv_end, Q_LEN, WINDOW, AHEAD)

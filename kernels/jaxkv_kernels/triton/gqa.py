@@ -204,7 +204,7 @@ def _attend_kv(
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
     acc, row_max, row_sum = attend_tiles(
         queries, scale, buffer, value_buffer, layers, table, last_ends, request, begin, end, head, token,
-        PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, False,
+        PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, False, False, 0,
     )  # fmt: skip
     result = join_columns(acc, LOADS.ways[1]) * LOADS.units[1]
     if SCALED[1]:

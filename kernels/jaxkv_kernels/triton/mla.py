@@ -63,16 +63,31 @@ from jaxkv_kernels.tuning import configuration
 class LatentConfig(Config):
     """The configuration of the kernel of `decode_mla` and `decode_mla_sparse`."""
 
-    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {**Config.SEARCH, "columns": (64, 128, 256)}
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        **Config.SEARCH,
+        "columns": (64, 128, 256),
+        "scores_once": (False, True),
+        "prefetched": (0, 1, 2),
+    }
 
     columns: int
     """Values of a latent per product: a power of two, at least 32.  Several smaller products are independent of each
     other and take fewer registers than one product with all 512 values.
     """
+    scores_once: bool = False
+    """Whether two warpgroups of Hopper compute the scores of half of the keys each, instead of all keys each (see
+    `_scores` of `attention.py`).
+    """
+    prefetched: int = 0
+    """How many tiles before their loads keys are fetched to the L2 cache; 0 for never.  This is for tiles of which only
+    two fit in shared memory: Triton then begins a load only after the products before it.
+    """
 
     def __post_init__(self):
         super().__post_init__()
         self._check_power_of_two("columns", least=32)
+        if not isinstance(self.prefetched, int) or self.prefetched < 0:
+            raise ValueError(f"`prefetched` is {self.prefetched!r}: expected a number of tiles, 0 or more")
 
 
 def latent_config(entry, rows: int, dtype) -> LatentConfig:
@@ -296,6 +311,7 @@ def _loads(entry, in_memory, columns, dtype) -> EntryLoads:
     if summed and columns != COLUMNS:
         raise ValueError(f"`columns` is {columns}: expected {COLUMNS} for {entry.format}, which sums rotary parts")
     least = 32 if entry.codec.scaled else 16  # columns of the smallest product; twice that if a load gives two tiles
+    values = in_memory if tiled is None else tiled.values
     steps = (in_memory.offset, in_memory.layer_stride, in_memory.block_stride, in_memory.token_stride)
     operands = jnp.float16 if entry.codec.scaled and dtype != jnp.float32 else dtype
     return EntryLoads(
@@ -304,6 +320,7 @@ def _loads(entry, in_memory, columns, dtype) -> EntryLoads:
         second_columns=COLUMNS if summed else max(least, next_power_of_two(rope)),
         stored=(element_type(entry.dtype),) * 2, dtype=element_type(operands), native=has_e4m3(),
         even=not any(n % 2 for n in (*steps, *entry.sizes)), tiled=tiled, rope_in_values=summed,
+        nbytes=min(entry.nbytes, values.token_stride),
     )  # fmt: skip
 
 
@@ -369,6 +386,7 @@ def _attend_latents(
     acc, row_max, row_sum = attend_tiles(
         q_rope + q, scale, buffer, buffer, layers, table, last_ends, request, begin, end, head, token,
         PAGES, LOADS, TABLE, TABLE_BLOCK, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, SUM_PER_COLUMN,
+        CONFIG.scores_once, CONFIG.prefetched,
     )  # fmt: skip
     if LOADS.ways[0] == 2:
         acc = _join_pairs(acc, tl.load(kv_scales))
