@@ -473,11 +473,32 @@ def _scores(q, k, score, start, end, ONCE: tl.constexpr):
     """
     for i in tl.static_range(len(k)):
         if ONCE:
-            # Conditions differ, or Triton would merge the branches.
-            score = dot(q[i], tl.trans(k[i]), score) if start < end + i else dot(q[i], tl.trans(k[i]), -score)
+            # Conditions differ from each other and from that of the loop, or Triton would merge the branches.
+            score = dot(q[i], tl.trans(k[i]), score) if start <= end + i else dot(q[i], tl.trans(k[i]), -score)
         else:
             score = dot(q[i], tl.trans(k[i]), score)
     return score
+
+
+@triton.jit
+def _attend_tile(
+    q, k, v, k_factors, v_factors, scale, visible, acc, row_max, row_sum, start, end,
+    LOADS: tl.constexpr, CAP: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile of keys and values to `acc`, the running maximum and the row sums; returns all three."""
+    score = _scores(q, k, tl.zeros((q[0].shape[0], k[0].shape[0]), tl.float32), start, end, ONCE)
+    if LOADS.per_token[0]:
+        score *= k_factors[0][None, :]
+    score = tl.where(visible, cap_scores(score * scale, CAP, LOADS.dtype), MASKED)
+    weight, rescale, row_max = update_max(score, row_max, LOADS.dtype)
+    row_sum = update_sum(row_sum, rescale, weight)
+    if LOADS.per_token[1]:
+        weight *= v_factors[0][None, :]
+    weight = rounded(weight, LOADS.dtype)
+    sums = ()
+    for i in tl.static_range(len(v)):
+        sums += (dot(weight, v[i], acc[i] * rescale[:, None]),)
+    return sums, row_max, row_sum
 
 
 LINE = tl.constexpr(128)
@@ -543,7 +564,8 @@ def attend_tiles(
     far = block
     if PREFETCHED:
         far = tl.load(table + (begin + FAR + key) // TABLE_BLOCK, mask=begin + FAR + key < end, other=-1)
-    for start in tl.range(begin, end, KEYS):
+    # Triton pipelines loops without products outside branches only if their stages are stated.
+    for start in tl.range(begin, end, KEYS, num_stages=CONFIG.stages if SCORES_ONCE else None):
         position = start + key
         known = (block >= 0) & (block < blocks)
         slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
@@ -555,20 +577,17 @@ def attend_tiles(
             slot = tl.where(exists, far, 0) * TABLE_BLOCK + (position + FAR) % TABLE_BLOCK
             _prefetch(token_address(buffer, layer, slot, head, PAGES), exists, LOADS.nbytes)
             far = tl.load(table + (ahead + FAR) // TABLE_BLOCK, mask=ahead + FAR < end, other=-1)
-        score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32), start, end, SCORES_ONCE)
-        if LOADS.per_token[0]:
-            score *= k_factors[0][None, :]
         visible = _visible(known, position, kv_end, Q_LEN, WINDOW, AHEAD)
-        score = tl.where(visible, cap_scores(score * scale, CAP, LOADS.dtype), MASKED)
-        weight, rescale, row_max = update_max(score, row_max, LOADS.dtype)
-        row_sum = update_sum(row_sum, rescale, weight)
-        if LOADS.per_token[1]:
-            weight *= v_factors[0][None, :]
-        weight = rounded(weight, LOADS.dtype)
-        sums = ()
-        for i in tl.static_range(len(v)):
-            sums += (dot(weight, v[i], acc[i] * rescale[:, None]),)
-        acc = sums
+        if not SCORES_ONCE:
+            acc, row_max, row_sum = _attend_tile(
+                q, k, v, k_factors, v_factors, scale, visible, acc, row_max, row_sum, start, end, LOADS, CAP, False
+            )
+        # A branch that is always taken.  Triton moves it behind the loads of the next tile, which it otherwise begins
+        # only after the products.
+        elif start < end:
+            acc, row_max, row_sum = _attend_tile(
+                q, k, v, k_factors, v_factors, scale, visible, acc, row_max, row_sum, start, end, LOADS, CAP, True
+            )
     return acc, row_max, tl.sum(row_sum, axis=1) if SUM_PER_COLUMN else row_sum
 
 

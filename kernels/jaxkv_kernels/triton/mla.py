@@ -75,13 +75,11 @@ class LatentConfig(Config):
     other and take fewer registers than one product with all 512 values.
     """
     scores_once: bool = False
-    """Whether two warpgroups of Hopper compute the scores of half of the keys each, instead of all keys each (see
-    `_scores` of `attention.py`).
+    """Whether two warpgroups of Hopper compute the scores of half of the keys each, instead of all keys each, and begin
+    the loads of the next tile before the products instead of after them (see `attend_tiles`).
     """
     prefetched: int = 0
-    """How many tiles before their loads keys are fetched to the L2 cache; 0 for never.  This is for tiles of which only
-    two fit in shared memory: Triton then begins a load only after the products before it.
-    """
+    """How many tiles before their loads keys are fetched to the L2 cache; 0 for never."""
 
     def __post_init__(self):
         super().__post_init__()
