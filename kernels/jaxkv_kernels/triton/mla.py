@@ -84,6 +84,8 @@ class LatentConfig(Config):
     def __post_init__(self):
         super().__post_init__()
         self._check_power_of_two("columns", least=32)
+        if self.scores_once and self.keys < 32:
+            raise ValueError(f"`scores_once` with {self.keys} `keys`: expected at least 32")
 
 
 def latent_config(entry, rows: int, dtype) -> LatentConfig:

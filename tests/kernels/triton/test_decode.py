@@ -256,6 +256,17 @@ def test_two_programs_of_few_heads_share_a_multiprocessor(form):
 
 
 @compiles
+@pytest.mark.parametrize("size", [64, 128])
+def test_four_programs_of_e4m3_pairs_share_a_multiprocessor(size):
+    """As they would not if values went through shared memory, or through float32, on their way to products."""
+    q, cache = array("bfloat16", 64, 1, 64, size), cache_of(jaxkv.KVEntry("fp8", size, size), 8)
+    options = {"layer": 0, "scale": 1.0, "k_scale": 1.0, "v_scale": 1.0}
+    attend, _ = builds(90, jaxkv.decode_kv, q, cache, *REQUESTS, **options)
+    assert 4 * (attend.shared + 1024) <= 228 * 1024
+    assert 4 * 4 * 32 * attend.registers <= 2**16
+
+
+@compiles
 @pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
 def test_warpgroups_share_the_scores(form):
     """Products of 64 rows and 576 columns take a warpgroup 72 instructions for 64 keys, and 36 for half of them.
