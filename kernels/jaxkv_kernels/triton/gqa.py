@@ -61,10 +61,11 @@ def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
     """The default for keys and values of `entry` and `rows` rows of queries of `dtype` per KV head.
 
     Memory bandwidth is the limit, and several small programs per multiprocessor keep more loads in flight than one
-    large program.  With two stages, a tile is loaded between the products of the tiles before it; with three, a tile
-    loads while another one is computed.  On sm_90, a program with 16 rows, 64 keys, 4 warps and three stages takes 70
-    KiB of shared memory for 128 + 128 bf16 values, so that three fit on a multiprocessor, and 38 KiB for fp8; and 112
-    to 120 registers per thread with Triton 3.6.  Other GPUs have two stages, 38 KiB for bf16.  With heads wider than
+    large program.  For 128 + 128 bf16 values, a program with 16 rows, 64 keys and 4 warps takes 38 KiB of shared
+    memory and, with Triton 3.6, 110 registers per thread, so that four programs fit on sm_90.  Its two stages are one
+    tile in shared memory, which is loaded between the products of the tile before it and its own.  Smaller entries have
+    a third stage on sm_90, so that a tile loads while another one is computed.  With 128 + 128 fp8 values, that also
+    takes 38 KiB, and 104 to 120 registers (Triton 3.9 and 3.6); no other GPU has it.  With heads wider than
     128, tiles have half as many keys, so that their size in bytes is the same.  float32 products keep all operands in
     registers, which limits tiles to 16 x 16.
 
@@ -93,7 +94,7 @@ def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
         stages = 3 if capability() in (80, 86, 90) else 1
         return KVConfig(rows=16, keys=128, warps=4, stages=stages, programs_per_sm=2, split_multiple=128)
     keys = 32 if widest > 128 else 64
-    stages = 3 if capability() == 90 and rows <= 16 and widest <= 128 else 2
+    stages = 3 if capability() == 90 and rows <= 16 and entry.nbytes <= 256 else 2
     warps = 8 if rows > 32 else 4
     return KVConfig(rows=padded_rows(rows, 64), keys=keys, warps=warps, stages=stages, programs_per_sm=4)
 
@@ -219,10 +220,12 @@ def _attend_kv(
     queries = split_columns(queries, LOADS.ways[0])
     if SCALED[0]:
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
+    # A row sum per column must leave room for four programs.
+    SUM_PER_COLUMN: tl.constexpr = CONFIG.rows < 64 and (LOADS.ways[1] > 1 or LOADS.second_columns <= 64)
     acc, row_max, row_sum = attend_tiles(
         queries, scale, buffer, value_buffer, layers, table, last_ends, request, begin, end, head, token,
         PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG,
-        CONFIG.rows < 64, False,
+        SUM_PER_COLUMN, False,
     )  # fmt: skip
     result = join_columns(acc, LOADS.ways[1]) * LOADS.units[1]
     if SCALED[1]:
