@@ -507,18 +507,20 @@ def _scores(q, k, score, start, end, ONCE: tl.constexpr):
     that is always taken, because `start` < `end`.  The other branch has a product, too, or Triton would move
     conversions of the scores, and with them the softmax, into the branches.
 
-    Otherwise, tiles take turns to be added to two sums, because products that add to the same sum wait for each other.
+    Otherwise, with few rows, tiles take turns to be added to two sums, because products that add to the same sum wait
+    for each other.  With 64 rows, no registers are left for a second sum.
     """
+    TWO_SUMS: tl.constexpr = not ONCE and score.shape[0] < 64
     other = tl.zeros(score.shape, tl.float32)
     for i in tl.static_range(len(k)):
         if ONCE:
             # Conditions differ from each other and from that of the loop, or Triton would merge the branches.
             score = dot(q[i], tl.trans(k[i]), score) if start <= end + i else dot(q[i], tl.trans(k[i]), -score)
-        elif i % 2 == 0:
-            score = dot(q[i], tl.trans(k[i]), score)
-        else:
+        elif TWO_SUMS and i % 2 == 1:
             other = dot(q[i], tl.trans(k[i]), other)
-    return score if ONCE else score + other
+        else:
+            score = dot(q[i], tl.trans(k[i]), score)
+    return score + other if TWO_SUMS else score
 
 
 @triton.jit
