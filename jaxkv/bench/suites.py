@@ -192,7 +192,23 @@ def _models() -> Iterator[Workload]:
     yield prefill(operation="prefill_kv", heads=64, kv_heads=8)
 
 
-SHAPES = _cpu, _peers, _copies, _models
+def _triton() -> Iterator[Workload]:
+    """The suite `triton`: dense attention by GPUs without kernels of their own, beside the shapes of other suites.
+
+    These are many tokens of few requests, quantised latents with 128 heads, and the heads of Llama 3 and GPT-OSS.
+    """
+    row = partial(workload, suite="triton", layers=1)
+    for entries in ("bf16", "fp8", "fp8_ds_mla"):
+        yield row(operation="decode_mla", format=entries, **_shape("8x16x1x32768"))
+    for entries in ("fp8", "fp8_ds_mla"):
+        yield row(operation="decode_mla", format=entries, **_shape("64x128x1x4096"))
+    pairs = partial(row, operation="decode_kv", kv_heads=8)
+    for entries in ("bf16", "fp8"):
+        yield pairs(format=entries, **_shape("128x32x1x4096"))
+        yield pairs(format=entries, head_dim=64, **_shape("64x64x1x8192"))
+
+
+SHAPES = _cpu, _peers, _copies, _models, _triton
 """Functions that each yield the shapes of one suite."""
 
 WORKLOADS = {made.name: made for suite in SHAPES for made in suite()}

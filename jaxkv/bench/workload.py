@@ -104,6 +104,8 @@ class Workload:
     q_len: int = 1
     """Query tokens per request."""
     kv_heads: int = 1
+    head_dim: int = 128
+    """Values of a key, and of a value, in caches of keys and values."""
     chosen: int = 0
     """Slots that each query token attends to in sparse attention, or positions that it selects."""
     window: int = 0
@@ -152,6 +154,7 @@ class Workload:
             ("cold" * self.cold, ""),
             ("channels" * self.channel_decays, ""),
             (f"w{self.window}", "w0"),
+            (f"d{self.head_dim}", "d128"),
         )
         sizes = f"{self.requests}x{queries}{self.tokens}{self.varlen}"
         return "-".join([self.operation, sizes, str(self.layers), *(name for name, usual in unusual if name != usual)])
@@ -161,7 +164,7 @@ class Workload:
         """What the cache stores."""
         kind = next(iter(_DECLARED[self.operation].entries), jaxkv.MLAEntry)
         if kind is jaxkv.KVEntry:
-            return jaxkv.KVEntry(self.format, head_dim=128)  # type: ignore[arg-type]
+            return jaxkv.KVEntry(self.format, head_dim=self.head_dim)  # type: ignore[arg-type]
         return jaxkv.IndexerEntry() if kind is jaxkv.IndexerEntry else jaxkv.MLAEntry.typical(self.format)
 
     @property

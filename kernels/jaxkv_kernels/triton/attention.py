@@ -31,6 +31,7 @@ from jaxkv_kernels.triton.codecs import (
     int8_halves,
     load_e2m1,
     load_pairs,
+    power_of_two_scale,
     widened,
 )
 from jaxkv_kernels.triton.language import tl, triton
@@ -81,7 +82,7 @@ class Config:
         for name in ("rows", "keys"):
             self._check_power_of_two(name, least=16)
         self._check_power_of_two("warps", most=16)
-        for field in fields(self):
+        for field in fields(Config):  # kernels check those that they add
             value = getattr(self, field.name)
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"`{field.name}` is {value!r}: expected a positive integer")
@@ -125,7 +126,7 @@ class EntryLoads:
     `rope_in_values`, both parts.  Otherwise, an entry is a key and a value.
 
     `_attend_kv` of `gqa.py` supports all values of `ways`, `units` and `per_token`.  `_attend_latents` of `mla.py`
-    supports only `ways` of 1, or of 2 with the caller's `kv_scale`, and neither `units` other than 1 nor `per_token`.
+    supports only `ways` of 1, or of 2 for bytes of e4m3, and neither `units` other than 1 nor `per_token`.
     """
 
     format: str
@@ -144,6 +145,8 @@ class EntryLoads:
     """The element types of keys and of values in memory; "uint8" for quantised ones."""
     dtype: tl.dtype
     """The type of the operands of products."""
+    rope_dtype: tl.dtype
+    """The same for products with rotary keys, if entries are latents."""
     native: bool
     """Whether the GPU has instructions that convert e4m3."""
     even: bool
@@ -154,6 +157,9 @@ class EntryLoads:
     """Whether values are whole entries: the latents, then the rotary keys."""
     second_at: int | None = 0
     """Bytes from the start of a key to its value; None if values have strides, or an array, of their own."""
+    per_load: bool = False
+    """Whether each load of an `fp8_ds_mla` latent has a scale per token, by which its scores, and its weights, are
+    multiplied; otherwise its values are."""
     scales_at: tuple[int, int] = (0, 0)
     """Bytes from the start of a key, and from that of a value, to its scales."""
 
@@ -170,7 +176,7 @@ class EntryLoads:
     @property
     def ways(self) -> tuple[int, int]:
         """How many tiles each load of keys, and of values, gives: column c is in tile c % ways (see `codecs.py`)."""
-        known = {"nvfp4": 4, "int8": 2, "fp8": 2 if self.latents else 1}
+        known = {"nvfp4": 4, "int8": 2, "fp8": 2, "fp8_ds_mla": 2 if self.per_load else 1}
         return known.get(self.format, 1), known.get(self.value_format, 1)
 
     @property
@@ -198,6 +204,19 @@ class EntryLoads:
     def value_columns(self) -> int:
         """Columns of each tile of values."""
         return (self.first_columns if self.latents else self.second_columns) // self.ways[1]
+
+
+SMALLEST_EXPONENT = tl.constexpr(-100)
+"""The smallest exponent of the powers of two that queries are divided by.  Rows of zeros get this one."""
+
+
+@triton.jit
+def power_of_two_per_row(tiles):
+    """Powers of two [n] that bring rows of tiles [n, m] within the range of float16; NaN for rows with a NaN."""
+    largest = tl.zeros((tiles[0].shape[0],), tl.float32)
+    for i in tl.static_range(len(tiles)):
+        largest = tl.maximum(largest, tl.max(tl.abs(tiles[i].to(tl.float32)), axis=1))
+    return power_of_two_scale(largest[:, None], SMALLEST_EXPONENT)[0]
 
 
 @triton.jit
@@ -228,8 +247,9 @@ def join_columns(x, WAYS: tl.constexpr):
 def load_keys_and_values(buffer, value_buffer, layer, slot, head, known, PAGES: tl.constexpr, LOADS: tl.constexpr):
     """Tiles [n, columns] of the keys and of the values of the entries at `slot` [n] of a head; 0 if not `known`.
 
-    Values of `fp8` and `int8` are returned as stored, others multiplied by their own scales.  The third result has the
-    scales [n] of keys if they are `per_token`, otherwise nothing, and the fourth those of values.
+    Values of `fp8` are returned as stored, and so are those with scales that are `per_token` or `per_load`.  Others are
+    multiplied by their scales.  The third result has the scales [n] of keys that were not multiplied, and the fourth
+    those of values.
     """
     key_factors = ()
     value_factors = ()
@@ -246,6 +266,11 @@ def load_keys_and_values(buffer, value_buffer, layer, slot, head, known, PAGES: 
         keys = rope + values
         if LOADS.rope_in_values:
             values += rope
+        if LOADS.per_load:
+            place = (entry + LOADS.first).to(tl.pointer_type(tl.float32))
+            for i in tl.static_range(NUM_LOADS):
+                key_factors += (tl.load(place + i, mask=known, other=0.0),)
+            value_factors = key_factors
     else:
         keys = _part_tiles(entry, known, 0, LOADS.first, LOADS.first_columns, LOADS)
         value = second_part(entry, value_buffer, layer, slot, head, PAGES, LOADS.second_at)
@@ -272,6 +297,8 @@ def _part_tiles(
         )  # fmt: skip
     elif FORMAT == "int8":
         tiles = int8_halves(load_pairs(place, known, SIZE, COLUMNS, LOADS.even), LOADS.dtype)
+    elif FORMAT == "fp8":
+        tiles = halves(load_pairs(place, known, SIZE, COLUMNS, LOADS.even), LOADS.dtype, LOADS.native)
     else:
         tiles = (_plain_tile(place, known, 0, SIZE, COLUMNS, NUMBER, LOADS),)
     return tiles
@@ -282,7 +309,7 @@ def _latent_tile(entry, scales, known, FIRST: tl.constexpr, LOADS: tl.constexpr)
     """The values of latents from FIRST on: one tile, or two if `LOADS.ways` is 2."""
     left: tl.constexpr = LOADS.first - FIRST
     COLUMNS: tl.constexpr = LOADS.first_columns
-    if LOADS.format == "fp8_ds_mla":
+    if LOADS.format == "fp8_ds_mla" and not LOADS.per_load:
         scales = (entry + LOADS.first).to(tl.pointer_type(tl.float32)) + FIRST // SCALE_TILE
         scale = load_pieces(scales, known, left // SCALE_TILE, COLUMNS // SCALE_TILE)
         scale = tl.broadcast_to(scale[:, :, None], (scale.shape[0], scale.shape[1], SCALE_TILE))
@@ -299,11 +326,11 @@ def _latent_tile(entry, scales, known, FIRST: tl.constexpr, LOADS: tl.constexpr)
 
 @triton.jit
 def _rope_tile(entry, scales, known, LOADS: tl.constexpr):
-    """The rotary keys: one tile, or two if `LOADS.ways` is 2."""
+    """The rotary keys: one tile, or two of bytes of e4m3."""
     COLUMNS: tl.constexpr = LOADS.second_columns
     if LOADS.format == "fp8_ds_mla":
         ropes = (entry + LOADS.first + 4 * (LOADS.first // SCALE_TILE)).to(tl.pointer_type(tl.bfloat16))
-        found = (rounded(load_pieces(ropes, known, LOADS.second, COLUMNS), LOADS.dtype),)
+        found = (rounded(load_pieces(ropes, known, LOADS.second, COLUMNS), LOADS.rope_dtype),)
     elif LOADS.tiled is not None:
         found = (_tiled_tile(entry, scales, known, 1, 0, COLUMNS, LOADS),)
     elif LOADS.ways[0] == 2:
@@ -329,10 +356,10 @@ def _plain_tile(
     entry, known, FIRST: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr, NUMBER: tl.constexpr,
     LOADS: tl.constexpr,
 ):  # fmt: skip
-    """SIZE values, from FIRST on, of entries whose elements have type `stored`[NUMBER]; bytes are e4m3."""
+    """SIZE values, from FIRST on, of entries whose elements have type `stored`[NUMBER]."""
     STORED: tl.constexpr = LOADS.stored[NUMBER]
     values = load_pieces(entry.to(tl.pointer_type(STORED)) + FIRST, known, SIZE, COLUMNS)
-    return widened(values, None, LOADS.dtype, LOADS.native) if tl.uint8 == STORED else rounded(values, LOADS.dtype)
+    return rounded(values, LOADS.dtype)
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -345,6 +372,9 @@ HALF_HEADROOM = tl.constexpr(14.0)
 """float16 weights are at most 2**14 instead of 1.  The smallest float16 is 2**-24, so without this headroom, a weight
 below 2**-24 times the largest would become 0; with it, the limit is 2**-38.
 """
+LEAST_FACTOR = tl.constexpr(2.0**-90)
+"""Smaller scales count as this in the running maximum, so that weights, before they are multiplied, and their sums are
+finite float32 numbers."""
 POLYNOMIAL_LIMIT = tl.constexpr(0.55)
 """Below this, `1 - exp2(...)` loses bits to cancellation, and tanh is a polynomial (relative error below 2**-23)."""
 
@@ -370,13 +400,16 @@ def cap_scores(score, CAP: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def update_max(score, row_max, DTYPE: tl.constexpr):
+def update_max(score, row_max, size, DTYPE: tl.constexpr):
     """Adds a tile of scores [rows, keys] to the running maximum `row_max` [rows].
 
     Returns the weights exp2(score - new maximum) of the tile, the factor [rows] by which earlier sums are rescaled, and
     the new maximum.  Where weights will be float16 (DTYPE), the maximum is lowered by HALF_HEADROOM.
+
+    If weights will be multiplied by scales of the keys, `size` [keys] is log2 of the largest one of each key, and the
+    maximum is that of the products; otherwise it is None.
     """
-    new_max = tl.max(score, axis=1)
+    new_max = tl.max(score if size is None else score + size[None, :], axis=1)
     if tl.float16 == DTYPE:
         new_max -= HALF_HEADROOM
     new_max = tl.maximum(row_max, new_max)
@@ -387,14 +420,19 @@ def update_max(score, row_max, DTYPE: tl.constexpr):
 def update_sum(row_sum, rescale, weight):
     """Adds a tile of weights [rows, keys] to the running sums.
 
-    If `row_sum` is [rows], weights are reduced across threads for every tile.  If it is [rows, keys], there is a sum
-    per column of the tile, and these are reduced once at the end.  This takes more registers, but no exchange between
-    threads in the loop.
+    If `row_sum` is [rows], weights are reduced across threads for every tile.  Otherwise, there are several sums per
+    row, which are reduced once at the end.  This takes more registers, but no exchange between threads in the loop.
+    With [rows, keys], there is a sum per column of the tile.  With [rows, keys / 32, 4], there are four for each 32
+    columns: of 0 and 1, 8 and 9, 16 and 17, 24 and 25, then of 2 and 3, and so on.  Where warpgroups of Hopper share
+    the columns, these are all that a thread has of a row.
     """
     if len(row_sum.shape) == 1:
         result = row_sum * rescale + tl.sum(weight, axis=1)
-    else:
+    elif len(row_sum.shape) == 2:
         result = row_sum * rescale[:, None] + weight
+    else:
+        weight = tl.reshape(weight, (row_sum.shape[0], row_sum.shape[1], 4, row_sum.shape[2], 2))
+        result = row_sum * rescale[:, None, None] + tl.sum(tl.sum(weight, axis=4), axis=2)
     return result
 
 
@@ -460,11 +498,65 @@ def _visible(
 
 
 @triton.jit
-def _scores(q, k, score):
-    """`score` [rows, keys] plus the products of tiles `q` [rows, n] with the corresponding tiles `k` [keys, n]."""
+def _scores(q, k, score, start, end, ONCE: tl.constexpr):
+    """`score` [rows, keys] plus the products of tiles `q` [rows, n] with the corresponding tiles `k` [keys, n].
+
+    If another product uses the result of a product, Triton divides only its rows among the warps, which take 16 each.
+    With 64 rows and 8 warps on Hopper, both warpgroups then compute all scores.  Where the other product is not in the
+    same branch, Triton does not see it, and divides the keys as well.  With ONCE, each product is therefore in a branch
+    that is always taken, because `start` < `end`.  The other branch has a product, too, or Triton would move
+    conversions of the scores, and with them the softmax, into the branches.
+
+    Otherwise, with few rows, tiles take turns to be added to two sums, because products that add to the same sum wait
+    for each other.  With 64 rows, no registers are left for a second sum.
+    """
+    TWO_SUMS: tl.constexpr = not ONCE and score.shape[0] < 64
+    other = tl.zeros(score.shape, tl.float32)
     for i in tl.static_range(len(k)):
-        score = dot(q[i], tl.trans(k[i]), score)
-    return score
+        if ONCE:
+            # Conditions differ from each other and from that of the loop, or Triton would merge the branches.
+            score = dot(q[i], tl.trans(k[i]), score) if start <= end + i else dot(q[i], tl.trans(k[i]), -score)
+        elif TWO_SUMS and i % 2 == 1:
+            other = dot(q[i], tl.trans(k[i]), other)
+        else:
+            score = dot(q[i], tl.trans(k[i]), score)
+    return score + other if TWO_SUMS else score
+
+
+@triton.jit
+def _attend_tile(
+    q, k, v, k_factors, v_factors, scale, visible, acc, row_max, row_sum, start, end,
+    LOADS: tl.constexpr, CAP: tl.constexpr, ONCE: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile of keys and values to `acc`, the running maximum and the row sums; returns all three."""
+    score = tl.zeros((q[0].shape[0], k[0].shape[0]), tl.float32)
+    size = None
+    if LOADS.per_load:
+        largest = k_factors[0]
+        for i in tl.static_range(len(k_factors)):
+            # The tiles of the load, after that of the rotary keys.
+            queries, keys = (q[1 + 2 * i], q[2 + 2 * i]), (k[1 + 2 * i], k[2 + 2 * i])
+            part = _scores(queries, keys, tl.zeros(score.shape, tl.float32), start, end, ONCE)
+            score += part * k_factors[i][None, :]
+            largest = tl.maximum(largest, k_factors[i])
+        score = _scores((q[0],), (k[0],), score, start, end, ONCE)
+        size = tl.log2(tl.maximum(largest, LEAST_FACTOR))
+    else:
+        score = _scores(q, k, score, start, end, ONCE)
+    if LOADS.per_token[0]:
+        score *= k_factors[0][None, :]
+    score = tl.where(visible, cap_scores(score * scale, CAP, LOADS.dtype), MASKED)
+    weight, rescale, row_max = update_max(score, row_max, size, LOADS.dtype)
+    row_sum = update_sum(row_sum, rescale, weight)
+    weights = ()
+    for i in tl.static_range(len(v_factors)):
+        weights += (rounded(weight * v_factors[i][None, :], LOADS.dtype),)
+    if len(weights) == 0:
+        weights = (rounded(weight, LOADS.dtype),)
+    sums = ()
+    for i in tl.static_range(len(v)):
+        sums += (dot(weights[i * len(weights) // len(v)], v[i], acc[i] * rescale[:, None]),)
+    return sums, row_max, row_sum
 
 
 @triton.jit
@@ -472,7 +564,7 @@ def attend_tiles(
     q, scale, buffer, value_buffer, layers, table, last_ends, request, begin, end, head, token,
     PAGES: tl.constexpr, LOADS: tl.constexpr, TABLE: tl.constexpr, TABLE_BLOCK: tl.constexpr, Q_LEN: tl.constexpr,
     CAP: tl.constexpr, WINDOW: tl.constexpr, AHEAD: tl.constexpr, TRAILING: tl.constexpr, CONFIG: tl.constexpr,
-    SUM_PER_COLUMN: tl.constexpr,
+    SUM_PER_COLUMN: tl.constexpr, SCORES_ONCE: tl.constexpr,
 ):  # fmt: skip
     """Attends with the query tiles `q` to the tokens from `begin` to `end` of a request.
 
@@ -486,6 +578,7 @@ def attend_tiles(
     `table` [B, TABLE] holds ids of blocks of TABLE_BLOCK tokens: blocks of the cache, or slots if TABLE_BLOCK is 1.
     `last_ends` [B] are the positions after the last query tokens: unclamped lengths or, with TRAILING, clamped lengths
     minus `trailing`.
+    SCORES_ONCE is that of `LatentConfig`.
 
     Returns the unnormalized sums (a tuple of float32 [rows, columns], one per tile of values), the running maximum
     [rows], and the row sums ([rows], or [rows, keys] with SUM_PER_COLUMN).
@@ -507,29 +600,31 @@ def attend_tiles(
         last_end = tl.minimum(last_end, TABLE * TABLE_BLOCK)
     kv_end = last_end - (Q_LEN - 1) + token
     row_max = tl.full((ROWS,), NO_KEYS, tl.float32)
-    row_sum = tl.zeros((ROWS, KEYS) if SUM_PER_COLUMN else (ROWS,), tl.float32)
-    for start in tl.range(begin, end, KEYS):
+    SUMS: tl.constexpr = (ROWS, KEYS // 32, 4) if SCORES_ONCE else (ROWS, KEYS) if SUM_PER_COLUMN else (ROWS,)
+    row_sum = tl.zeros(SUMS, tl.float32)
+    # Triton pipelines loops without products outside branches only if their stages are stated.
+    for start in tl.range(begin, end, KEYS, num_stages=CONFIG.stages if SCORES_ONCE else None):
         position = start + key
         known = (block >= 0) & (block < blocks)
-        slot = tl.where(known, block, 0) * TABLE_BLOCK + position % TABLE_BLOCK
+        # Unsigned quotients by powers of two are one instruction, signed ones four.
+        slot = tl.where(known, block, 0) * TABLE_BLOCK + (position.to(tl.uint32) % TABLE_BLOCK).to(tl.int32)
         ahead = position + KEYS
-        block = tl.load(table + ahead // TABLE_BLOCK, mask=ahead < end, other=-1)
+        block = tl.load(table + ahead.to(tl.uint32) // TABLE_BLOCK, mask=ahead < end, other=-1)
         k, v, k_factors, v_factors = load_keys_and_values(buffer, value_buffer, layer, slot, head, known, PAGES, LOADS)
-        score = _scores(q, k, tl.zeros((ROWS, KEYS), tl.float32))
-        if LOADS.per_token[0]:
-            score *= k_factors[0][None, :]
         visible = _visible(known, position, kv_end, Q_LEN, WINDOW, AHEAD)
-        score = tl.where(visible, cap_scores(score * scale, CAP, LOADS.dtype), MASKED)
-        weight, rescale, row_max = update_max(score, row_max, LOADS.dtype)
-        row_sum = update_sum(row_sum, rescale, weight)
-        if LOADS.per_token[1]:
-            weight *= v_factors[0][None, :]
-        weight = rounded(weight, LOADS.dtype)
-        sums = ()
-        for i in tl.static_range(len(v)):
-            sums += (dot(weight, v[i], acc[i] * rescale[:, None]),)
-        acc = sums
-    return acc, row_max, tl.sum(row_sum, axis=1) if SUM_PER_COLUMN else row_sum
+        if not SCORES_ONCE:
+            acc, row_max, row_sum = _attend_tile(
+                q, k, v, k_factors, v_factors, scale, visible, acc, row_max, row_sum, start, end, LOADS, CAP, False
+            )
+        # A branch that is always taken.  Triton moves it behind the loads of the next tile, which it otherwise begins
+        # only after the products.
+        elif start < end:
+            acc, row_max, row_sum = _attend_tile(
+                q, k, v, k_factors, v_factors, scale, visible, acc, row_max, row_sum, start, end, LOADS, CAP, True
+            )
+    for _ in tl.static_range(len(SUMS) - 1):
+        row_sum = tl.sum(row_sum, axis=1)
+    return acc, row_max, row_sum
 
 
 @triton.jit

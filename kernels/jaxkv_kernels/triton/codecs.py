@@ -5,7 +5,7 @@ several values together:
 
 | stored | loaded as | decoded by | tiles |
 |---|---|---|---|
-| e4m3 | bytes | `widened` | one, in the order of memory |
+| e4m3 | bytes, and scales | `widened` | one, in the order of memory |
 | e4m3 | pairs of bytes, `load_pairs` | `halves` | even columns, odd columns |
 | e4m3 | words of four bytes | `unpacked` | one, with its columns in the order of `in_word_order` |
 | int8 | pairs of bytes, `load_pairs` | `int8_halves` | even columns, odd columns |
@@ -195,11 +195,8 @@ def from_e2m1(pairs, scale):
 
 @triton.jit
 def widened(byte, scale, DTYPE: tl.constexpr, NATIVE: tl.constexpr):
-    """e4m3 bytes as DTYPE, multiplied in float32 by `scale` unless that is None."""
-    value = from_e4m3(byte, NATIVE)
-    if scale is not None:
-        value = value * scale
-    return computed_once(rounded(value, DTYPE))
+    """e4m3 bytes as DTYPE, multiplied in float32 by `scale`."""
+    return computed_once(rounded(from_e4m3(byte, NATIVE) * scale, DTYPE))
 
 
 @triton.jit

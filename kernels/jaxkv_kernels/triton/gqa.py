@@ -7,6 +7,9 @@ query heads of one KV head), and runs the loop of `attention.py`.
 
 What bounds it: memory bandwidth.  `kv_config` sizes tiles so that several programs per multiprocessor keep loads in
 flight.
+
+Operands of products have the queries' dtype.  If both keys and values are `fp8`, they are float16 instead, as in
+`mla.py`: bytes are loaded from shared memory in the order that products need, and converted two per instruction.
 """
 
 from collections.abc import Iterator
@@ -20,6 +23,7 @@ from jaxkv_kernels.calls import DecodeKV, PlanDecode, token_scale_reasons
 from jaxkv_kernels.formats.entries import KVEntry
 from jaxkv_kernels.generations import AMD
 from jaxkv_kernels.scores import too_large
+from jaxkv_kernels.triton.arithmetic import rounded
 from jaxkv_kernels.triton.attention import (
     Config,
     EntryLoads,
@@ -29,6 +33,7 @@ from jaxkv_kernels.triton.attention import (
     load_range,
     next_power_of_two,
     padded_rows,
+    power_of_two_per_row,
     query_rows,
     split_columns,
     store_results,
@@ -57,9 +62,12 @@ def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
 
     Memory bandwidth is the limit, and several small programs per multiprocessor keep more loads in flight than one
     large program.  For 128 + 128 bf16 values, a program with 16 rows, 64 keys and 4 warps takes 38 KiB of shared
-    memory.  With Triton 3.6, it takes 118 registers per thread, so that four programs fit on sm_90; with Triton 3.9, it
-    takes 140, and three fit.  With heads wider than 128, tiles have half as many keys, so that their size in bytes is
-    the same.  float32 products keep all operands in registers, which limits tiles to 16 x 16.
+    memory and, with Triton 3.6, 110 registers per thread, so that four programs fit on sm_90.  Its two stages are one
+    tile in shared memory, which is loaded between the products of the tile before it and its own.  Smaller entries have
+    a third stage on sm_90, so that a tile loads while another one is computed.  With 128 + 128 fp8 values, that also
+    takes 38 KiB, and 104 to 120 registers (Triton 3.9 and 3.6); no other GPU has it.  With heads wider than
+    128, tiles have half as many keys, so that their size in bytes is the same.  float32 products keep all operands in
+    registers, which limits tiles to 16 x 16.
 
     With up to 16 rows, tiles of `int8` and `nvfp4` entries have 128 keys, which are 34 and 18 KiB.  On an H200, 64
     requests of 8,192 tokens with 64 heads and 8 KV heads take 0.382 and 0.410 ms, instead of 0.620 and 0.439 with 64
@@ -86,7 +94,9 @@ def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
         stages = 3 if capability() in (80, 86, 90) else 1
         return KVConfig(rows=16, keys=128, warps=4, stages=stages, programs_per_sm=2, split_multiple=128)
     keys = 32 if widest > 128 else 64
-    return KVConfig(rows=padded_rows(rows, 64), keys=keys, warps=8 if rows > 32 else 4, stages=2, programs_per_sm=4)
+    stages = 3 if capability() == 90 and rows <= 16 and entry.nbytes <= 256 else 2
+    warps = 8 if rows > 32 else 4
+    return KVConfig(rows=padded_rows(rows, 64), keys=keys, warps=warps, stages=stages, programs_per_sm=4)
 
 
 HEAD_DIM = 512
@@ -129,7 +139,7 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
     config = kv_config(entry, rows, q.dtype)
     row_tiles, work_tiles = pages.num_heads * config.row_tiles(rows), plan.work_tiles.shape[0]
     in_memory = in_bytes(pages, dtype_of(call.buffer).itemsize)
-    loads = _loads(entry, in_memory, element_type(q.dtype))
+    loads = _loads(entry, in_memory, q.dtype)
     one = (1,)
     scales = [jnp.reshape(scale if x is None else x, (-1,)) for x in (call.k_scale, call.v_scale)]
     split_shape = (work_tiles if plan.may_split else 1, q_len * heads)
@@ -159,14 +169,17 @@ def decode_kv(call: DecodeKV) -> tuple[jax.Array, jax.Array]:
 def _loads(entry, in_memory, dtype) -> EntryLoads:
     first, second = entry.sizes
     keys, values = entry.format_names[0], entry.format_names[-1]
-    least = [{"nvfp4": 64, "int8": 32}.get(name, 16) for name in (keys, values)]  # 16, the least of a product, per tile
+    # 16, the least of a product, per tile
+    least = [{"nvfp4": 64, "int8": 32, "fp8": 32}.get(name, 16) for name in (keys, values)]
+    operands = jnp.float16 if {*entry.format_names} == {"fp8"} and dtype != jnp.float32 else dtype
     steps = []
     for part in in_memory.parts:
         steps += [part.offset, part.layer_stride, part.block_stride, part.head_stride, part.token_stride]
     return EntryLoads(
         format=keys, value_format=values, latents=False, first=first, second=second,
         first_columns=max(least[0], next_power_of_two(first)), second_columns=max(least[1], next_power_of_two(second)),
-        stored=stored_types(entry), dtype=dtype, native=has_e4m3(),
+        stored=stored_types(entry), dtype=element_type(operands),
+        rope_dtype=element_type(operands), native=has_e4m3(),
         even=not any(n % 2 for n in (*steps, *entry.sizes)),
         second_at=second_at(entry, in_memory, 1), scales_at=_scales_at(entry, apart=in_memory.values is not None),
     )  # fmt: skip
@@ -198,13 +211,21 @@ def _attend_kv(
     begin, end, is_split = load_range(work_tiles, index)
     head, token, line, live = query_rows(tl.program_id(0) % ROW_TILES, PAGES.num_heads, Q_LEN, HEADS, CONFIG.rows)
     query = q + (request.to(tl.int64) * ALL + line) * LOADS.first
-    queries = split_columns(load_pieces(query, live, LOADS.first, LOADS.first_columns), LOADS.ways[0])
+    queries = load_pieces(query, live, LOADS.first, LOADS.first_columns)
     scale = tl.load(scales) * LOADS.units[0]
+    if LOADS.dtype != queries.dtype:
+        divisor = power_of_two_per_row((queries,))[:, None]
+        queries = rounded(queries.to(tl.float32) / divisor, LOADS.dtype)
+        scale *= divisor
+    queries = split_columns(queries, LOADS.ways[0])
     if SCALED[0]:
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
+    # A row sum per column must leave room for four programs.
+    SUM_PER_COLUMN: tl.constexpr = CONFIG.rows < 64 and (LOADS.ways[1] > 1 or LOADS.second_columns <= 64)
     acc, row_max, row_sum = attend_tiles(
         queries, scale, buffer, value_buffer, layers, table, last_ends, request, begin, end, head, token,
-        PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG, False,
+        PAGES, LOADS, TABLE, PAGES.block_size, Q_LEN, CAP, WINDOW, AHEAD, TRAILING, CONFIG,
+        SUM_PER_COLUMN, False,
     )  # fmt: skip
     result = join_columns(acc, LOADS.ways[1]) * LOADS.units[1]
     if SCALED[1]:

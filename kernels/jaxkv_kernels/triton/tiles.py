@@ -32,6 +32,7 @@ def page_address(buffer, layer, block, head, PAGES: tl.constexpr):
 @triton.jit
 def token_address(buffer, layer, slot, head, PAGES: tl.constexpr):
     """The start of entries."""
+    slot = tl.cast(slot, tl.uint32)  # unsigned quotients by powers of two are one instruction
     page = page_address(buffer, layer, slot // PAGES.block_size, head, PAGES)
     return page + (slot % PAGES.block_size).to(tl.int64) * PAGES.token_stride
 

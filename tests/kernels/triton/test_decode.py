@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 import jaxkv
+from jaxkv_kernels.triton.mla import LatentConfig
+from jaxkv_kernels.tuning import using
 from support import suites
 from support.triton.builds import SHARED, builds, on_generations
 from support.triton.runs import Triton, compiles, interpreted, on_gpu
@@ -168,6 +170,21 @@ class TestInterpretedDecodeMLASparse(Triton, suites.DecodeMLASparse):
 
 @interpreted
 @pytest.mark.usefixtures("interpreting")
+class TestInterpretedScoresOnce(Triton, suites.DecodeMLAChecks):
+    """Scores that each warpgroup computes for some of the keys."""
+
+    @pytest.mark.parametrize("form", ["bf16", "fp8"])
+    def test_several_tiles(self, form):
+        entry = self.entry(form)
+        scene = suites.scenes.scene(entry)
+        cache, q = scene.cache(suites.layout_of("BLNHC", entry), 0), suites.queries(entry, len(scene.lengths), 2, 16)
+        config = LatentConfig(rows=32, keys=32, columns=32, warps=8, stages=2, programs_per_sm=1, scores_once=True)
+        with using(config):
+            self.check(q, cache, scene, 0)
+
+
+@interpreted
+@pytest.mark.usefixtures("interpreting")
 @pytest.mark.parametrize("score", [1e-4, -0.03, 1.0, -15.0, 18.0, 200.0])
 def test_capped_float32_scores_are_accurate_near_zero(score):
     """The log-sum-exp of one key is its score.  1 - exp2(...) for a small one would lose most of its bits."""
@@ -236,6 +253,30 @@ def test_two_programs_of_few_heads_share_a_multiprocessor(form):
     attend, _ = builds(90, jaxkv.decode_mla, *q, cache, *REQUESTS, layer=0, scale=1.0, **options)
     assert 2 * (attend.shared + 1024) <= 228 * 1024  # a program has 1 KiB more than it asks for
     assert 2 * 4 * 32 * attend.registers <= 2**16
+
+
+@compiles
+@pytest.mark.parametrize("size", [64, 128])
+def test_four_programs_of_e4m3_pairs_share_a_multiprocessor(size):
+    """As they would not if values went through shared memory, or through float32, on their way to products."""
+    q, cache = array("bfloat16", 64, 1, 64, size), cache_of(jaxkv.KVEntry("fp8", size, size), 8)
+    options = {"layer": 0, "scale": 1.0, "k_scale": 1.0, "v_scale": 1.0}
+    attend, _ = builds(90, jaxkv.decode_kv, q, cache, *REQUESTS, **options)
+    assert 4 * (attend.shared + 1024) <= 228 * 1024
+    assert 4 * 4 * 32 * attend.registers <= 2**16
+
+
+@compiles
+@pytest.mark.parametrize("form", ["bf16", "fp8", "fp8_ds_mla"])
+def test_warpgroups_share_the_scores(form):
+    """Products of 64 rows and 576 columns take a warpgroup 72 instructions for 64 keys, and 36 for half of them.
+
+    There is another branch with as many, of which Triton merges those of the first product.
+    """
+    q = array("bfloat16", 64, 1, 128, 512), array("bfloat16", 64, 1, 128, 64)
+    cache, options = cache_of(jaxkv.MLAEntry(form)), {"kv_scale": 1.0} if form == "fp8" else {}
+    attend, _ = builds(90, jaxkv.decode_mla, *q, cache, *REQUESTS, layer=0, scale=1.0, **options)
+    assert 36 < attend.assembly.count("wgmma.mma_async.sync.aligned.m64n32k16") < 72
 
 
 @compiles
