@@ -397,6 +397,20 @@ MUTANTS = {
             BLACKWELL_MLA,
         ),
         Mutant(
+            "results are not multiplied by the scale of the entries (Blackwell)",
+            BLACKWELL,
+            "inverse *= self.value_scale",
+            "inverse *= 1",
+            BLACKWELL_MLA,
+        ),
+        Mutant(
+            "latents are multiplied by the scale of another tile of values",
+            "kernels/jaxkv_kernels/mosaic_gpu/ptx/conversions_to_bf16.py",
+            "arith.shrui(lane.column_tile, c32(1))",
+            "arith.andi(lane.column_tile, c32(1))",
+            ("tests/kernels/mosaic_gpu/test_latent_pieces.py",),
+        ),
+        Mutant(
             "the scale of a split is that of the other half",
             BLACKWELL,
             "refs.split_scale.at[tile.split, cta.half, cta.rows]",

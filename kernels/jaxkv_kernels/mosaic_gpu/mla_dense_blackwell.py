@@ -14,11 +14,11 @@ issued by one thread of the multiplier.  Timeline of key tile i, downwards.  `->
 for; an arrival by TMA or by tcgen05 comes when the copies or the products in front of it are complete.
 
     producer                       multiplier                            softmax
-    own half of Ki                 S = Q Ki'        -> s_free, own_full, part_full
-      (-> own_free)                  each part of Ki arrives part_free
-    rotary keys, then the other      then arrives s_full
-      half of Ki, in 5 parts                                             S to registers       -> s_full
-      (-> part_free)               S = Q K(i+1)'    (-> s_free, ...)       arrives s_free
+    rotary keys, then the other    S = Q Ki'        -> s_free, part_full, own_full
+      half of Ki, in 5 parts         each part of Ki arrives part_free
+      (-> part_free)                 then arrives s_full
+    own half of Ki                                                       S to registers       -> s_full
+      (-> own_free)                S = Q K(i+1)'    (-> s_free, ...)       arrives s_free
                                                                          softmax
                                                                          rescale O, store P   -> o_full of tile i - 1
                                                                            arrive p_full
@@ -47,14 +47,33 @@ The multiplier copies the own half of the queries to tensor memory (tcgen05.cp),
 queries would take 144 KiB of shared memory, and there would be room for a single tile of keys.  These products also
 read less shared memory: 2 KiB of keys for 128 x 64 x 16, but not 4 KiB of queries.
 
+Quantised entries (`fp8`, `fp8_ds_mla`).  The other warpgroups do the same.  The producer, a whole warpgroup, converts
+keys to bf16 (`latent_pieces.py`).  TMA copies a key tile as it is stored, in three pieces with a place each: the other
+half, the own half, and the rest of the entries, which are scales and rotary keys.
+
+    -> raw_full of the rest and of the other half of Ki
+    both to registers, converted; then the copy of the other half of K(i+1)
+    -> part_free of all parts of K(i-1)
+    stores rotary keys and other half, arrives part_full
+    -> raw_full of the own half of Ki
+    to registers, converted; then the copies of the own half and the rest of K(i+1)
+    -> own_free of K(i-2)
+    stores the own half, arrives own_full
+
+So bytes of the next key tile are on their way while this one is converted, and a piece is converted before its place is
+free.  The parts become free first, during O += P K(i-2): what is left to do before S = Q Ki' begins is to store them.
+The own half is multiplied last, so its store has the time of the products with the parts.  The scale of all `fp8`
+entries is part of the softmax scale, and also multiplies the result.
+
 Barriers (mbarriers), and how many arrivals complete them.  `tc` ones also order accesses to tensor memory.
     q_landed           the own half of the queries has landed (1)
     q_copied   tc      it is in tensor memory (1)
     q_full             the other half and the rotary queries have landed (2)
     q_free             all products with the queries are complete, and TMA has read the results from their place (1)
-    own_full[s]        the own half of a key tile has landed in stage s (1 per page)
+    raw_full[piece]    a piece of a quantised key tile has landed (1 per page)
+    own_full[s]        the own half of a key tile has landed in stage s (1 per page), or has been converted (1)
     own_free[s] tc     it has been multiplied with P (1)
-    part_full[s]       a part of a key tile has landed in stage s (1 per page)
+    part_full[s]       a part of a key tile has landed in stage s (1 per page), or has been converted (1)
     part_free[s] tc    it has been multiplied with the queries (1)
     s_full     tc      S is complete (1)
     s_free     tc      S is in registers (1)
@@ -68,9 +87,17 @@ to shared memory is visible to TMA and tcgen05 after `commit_smem`; what it stor
 `commit_tmem`.
 
 Budget.  Tensor memory: O 256 columns, own half of Q 128, S 64, P 32, together 480 of 512.  Shared memory: Q 64 KiB +
-rotary queries 16 KiB + own halves of three key tiles 96 KiB + six parts of keys 48 KiB = 224 KiB of 227.  Registers:
-240 per lane of the softmax warpgroup, which holds a tile of scores in 64, and 128 of the others; ptxas reports 168,
-what a lane has before `set_max_registers`.  The loop over key tiles has no spills.
+rotary queries 16 KiB + own halves of three key tiles 96 KiB + six parts of keys 48 KiB = 224 KiB of 227; of quantised
+entries own halves of two 64 KiB + five parts 40 KiB + a tile as it is stored 41 KiB (`fp8` 36) = 225 KiB.  Registers:
+240 per lane of the softmax warpgroup, which holds a tile of scores in 64, and 128 of the others, of which the converted
+half of a tile takes 64; ptxas reports 168, what a lane has before `set_max_registers`.  The loops over key tiles have
+no spills.
+
+Estimate per key tile and CTA, in cycles, at 4,096 multiply-adds and 128 bytes of shared memory per cycle.  Products:
+1,664 if they wait for nothing else.  Shared memory: 2,050 for bf16, namely 580 for what TMA writes, 960 for the
+products with the parts, which read queries as well, and 260 each for those with the own half and for O += P V; 2,700
+for `fp8_ds_mla`, where the stored bytes are written and read as well.  So shared memory is the limit.  In SASS, a warp
+of the softmax executes up to 830 instructions per key tile, and one that converts 1,080.
 """
 
 from collections.abc import Iterator, Sequence
@@ -89,6 +116,8 @@ from jaxkv_kernels.formats.entries import MLAEntry
 from jaxkv_kernels.mosaic_gpu import masks
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes
 from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.interpreter.latent_pieces import InterpretedLatentPieces
+from jaxkv_kernels.mosaic_gpu.latent_pieces import LatentPieces
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
 from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores
@@ -108,7 +137,7 @@ from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_th
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import PAIR_COSTS, SplitCosts, WorkTile, load_work_range, load_work_tile
 from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 
-FORMATS = ("bf16", "f16")
+FORMATS = ("bf16", "f16", "fp8", "fp8_ds_mla")
 """The formats of entries that the kernel supports."""
 ROWS = 128
 """Rows of a tile: the lanes of tensor memory."""
@@ -116,14 +145,9 @@ HALVES = LATENT // HALF
 """CTAs per tile of rows: each has half of the columns."""
 PART = 64
 """Columns of a part of a key tile: one tile of swizzled shared memory."""
-OWN_STAGES, PART_STAGES = 3, 6
-"""Own halves of key tiles in shared memory, and parts of the rest.
-
-An own half stays until it is multiplied with P, after the scores of the next key tile: two are in use, and one lands.
-A part is free once it is multiplied with the queries.  With one stage more than a tile has parts, its copy has about
-the time of a whole key tile.
-"""
 PARTS = (ROPE + LATENT - HALF) // PART
+OTHER, OWN, REST = range(3)
+"""The pieces of a quantised key tile: the other half, the own half, and what follows the latents of each entry."""
 SOFTMAX_REGISTERS, OTHER_REGISTERS = 240, 128
 """Registers per lane of the softmax warpgroup, and of the other two."""
 O_COLUMNS = 64
@@ -162,7 +186,7 @@ def unsupported_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     if not isinstance(entry, MLAEntry):
         yield f"entries of kind {type(entry).__name__} on Blackwell: supports MLAEntry"
     elif entry.format not in FORMATS:
-        yield f"entries of format {entry.format!r} on Blackwell: supports {' and '.join(FORMATS)}"
+        yield f"entries of format {entry.format!r} on Blackwell: supports {', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
     else:
         yield from latent_sizes(entry)
         yield from block_sizes(call.pages)
@@ -193,6 +217,8 @@ class Operands(NamedTuple):
     """int32 [1]."""
     scale: Any
     """The softmax scale, float32 [1]."""
+    kv_scale: Any
+    """The scale of all entries, float32 [1]; None if the format has none."""
     partitions: Any
     """Of the plan, like the next two."""
     work_tiles: Any
@@ -218,6 +244,11 @@ class Scratch(NamedTuple):
     """Own halves of key tiles [stages, 64, 256]."""
     parts: Any
     """Parts of the rest of key tiles [stages, 64, 64]."""
+    raw_halves: Any
+    """Halves of a quantised key tile as they are stored: OTHER and OWN, uint8 [2, 64, 256]; None for other formats."""
+    raw_rest: Any
+    """Its scales and rotary keys, uint8 [64, bytes]."""
+    raw_full: Any
     q_landed: Any
     q_copied: Any
     q_full: Any
@@ -244,6 +275,8 @@ class MLADenseBlackwell:
         self.view = token_rows(self.pages)
         self.row_tiles = row_tiles(self.rows)
         self.dtype = self.q.dtype
+        self.producer = ConvertingProducer if call.entry.quantised else CopyingProducer
+        self.pieces = (InterpretedLatentPieces if interpret else LatentPieces)(call.entry)
         self.softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret, tile=TCGEN05)
 
     def run(self) -> KernelResults:
@@ -259,7 +292,7 @@ class MLADenseBlackwell:
             num_threads=3,
             thread_name="wg",
             kernel_name="decode_mla",
-            scratch_types=self.scratch_types()._asdict(),
+            scratch_types={name: kind for name, kind in self.scratch_types()._asdict().items() if kind is not None},
         )(
             Operands(
                 q=self.q,
@@ -268,6 +301,7 @@ class MLADenseBlackwell:
                 block_tables=call.block_tables,
                 layer=jnp.reshape(call.layer, (1,)),
                 scale=jnp.reshape(call.scale, (1,)),
+                kv_scale=None if call.kv_scale is None else jnp.reshape(call.kv_scale, (1,)),
                 partitions=plan.partitions,
                 work_tiles=plan.work_tiles,
                 split_requests=plan.split_requests,
@@ -291,8 +325,10 @@ class MLADenseBlackwell:
 
     def scratch_types(self) -> Scratch:
         """Types of the scratch memory."""
-        dtype, copies = self.dtype, copies_per_tile(self.pages)
+        dtype, producer, copies = self.dtype, self.producer, copies_per_tile(self.pages)
         ordering = partial(plgpu.Barrier, orders_tensor_core=True)
+        converts = producer is ConvertingProducer
+        arrivals = 1 if converts else copies
         return Scratch(
             o=plgpu.TMEM((ROWS, HALF), jnp.float32),
             q_own=plgpu.TMEM((ROWS, HALF), dtype, packed=True),
@@ -300,16 +336,19 @@ class MLADenseBlackwell:
             p=plgpu.TMEM((ROWS, TILE), dtype, packed=True),
             q=swizzled(ROWS, HALF, dtype=dtype),
             qr=swizzled(ROWS, ROPE, dtype=dtype),
-            own=swizzled(OWN_STAGES, TILE, HALF, dtype=dtype),
-            parts=swizzled(PART_STAGES, TILE, PART, dtype=dtype),
+            own=swizzled(producer.own_stages, TILE, HALF, dtype=dtype),
+            parts=swizzled(producer.part_stages, TILE, PART, dtype=dtype),
+            raw_halves=plgpu.SMEM((2, TILE, HALF), jnp.uint8) if converts else None,
+            raw_rest=plgpu.SMEM((TILE, self.pieces.rest_nbytes), jnp.uint8) if converts else None,
+            raw_full=plgpu.Barrier(num_arrivals=copies, num_barriers=3) if converts else None,
             q_landed=plgpu.Barrier(),
             q_copied=ordering(),
             q_full=plgpu.Barrier(num_arrivals=2),
             q_free=plgpu.Barrier(),
-            own_full=plgpu.Barrier(num_arrivals=copies, num_barriers=OWN_STAGES),
-            own_free=ordering(num_barriers=OWN_STAGES),
-            part_full=plgpu.Barrier(num_arrivals=copies, num_barriers=PART_STAGES),
-            part_free=ordering(num_barriers=PART_STAGES),
+            own_full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=producer.own_stages),
+            own_free=ordering(num_barriers=producer.own_stages),
+            part_full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=producer.part_stages),
+            part_free=ordering(num_barriers=producer.part_stages),
             s_full=ordering(),
             s_free=ordering(),
             p_full=ordering(),
@@ -322,7 +361,7 @@ class MLADenseBlackwell:
         index, partition, wg = (lax.axis_index(axis) for axis in ("half", "partition", "wg"))
         half, row_tile = lax.rem(index, jnp.int32(HALVES)), lax.div(index, jnp.int32(HALVES))
         cta = CTA(self, operands, results, named(Scratch, scratch), partition, half, row_tile * ROWS)
-        producer, multiplier, softmax = Producer(cta), Multiplier(cta), Softmax(cta)
+        producer, multiplier, softmax = self.producer(cta), Multiplier(cta), Softmax(cta)
         lax.cond(wg == 0, softmax.run, lambda: lax.cond(wg == 1, multiplier.run, producer.run))
 
 
@@ -375,6 +414,10 @@ class CTA:
         used, _ = lax.fori_loop(first, end, step, (jnp.int32(0), tile))
         return used
 
+    def own_stage(self, used):
+        """The stage of the own half of a key tile that follows `used` others."""
+        return lax.rem(used, jnp.int32(self.kernel.producer.own_stages))
+
     def first_token(self, tile: WorkTile, i):
         """The position of the first token of key tile `i`."""
         token = i * TILE
@@ -382,7 +425,12 @@ class CTA:
 
 
 class Producer:
-    """The warpgroup that copies queries and keys to shared memory."""
+    """The warpgroup that brings queries and keys to shared memory; the base class of one for each kind of format."""
+
+    own_stages: ClassVar[int]
+    """Own halves of key tiles that are in shared memory."""
+    part_stages: ClassVar[int]
+    """Parts of the rest of key tiles that are."""
 
     def __init__(self, cta: CTA):
         self.cta, self.kernel, self.scratch = cta, cta.kernel, cta.scratch
@@ -402,31 +450,26 @@ class Producer:
         """Fetches the keys and the queries of a work tile, after `used` key tiles of others."""
 
         def step(i, found):
-            ahead = self.look_up(tile, i + 1)  # the loads proceed while the producer waits for free stages
-            self.fetch(found, tile, i, used + (i - tile.begin))
+            ahead = self.fetch(found, tile, i, used + (i - tile.begin))
             pl.when(i == tile.begin)(lambda: self.fetch_queries(tile.request, is_first))
             return ahead
 
-        lax.fori_loop(tile.begin, tile.end, step, self.look_up(tile, tile.begin))
+        lax.fori_loop(tile.begin, tile.end, step, self.start(tile))
+
+    def start(self, tile: WorkTile):
+        """What `fetch` needs to bring the first key tile of a work tile."""
+        raise NotImplementedError
+
+    def fetch(self, found, tile: WorkTile, i, used):
+        """Brings key tile `i`, which follows `used` others, once its stages are free.
+
+        `found` is what `start`, or the call for the key tile before, returned.
+        """
+        raise NotImplementedError
 
     def look_up(self, tile: WorkTile, i):
         """The blocks of key tile `i`."""
         return self.paged.look_up(tile.request, self.cta.first_token(tile, i))
-
-    def fetch(self, found, tile: WorkTile, i, used) -> None:
-        """Fetches key tile `i`, once its stages are free."""
-        cta, scratch, first_token = self.cta, self.scratch, self.cta.first_token(tile, i)
-        stage = lax.rem(used, jnp.int32(OWN_STAGES))
-        pl.when(used >= OWN_STAGES)(lambda: plgpu.barrier_wait(scratch.own_free.at[stage]))
-        own = Columns(cta.half * HALF, HALF, scratch.own.at[stage], scratch.own_full.at[stage])
-        self.paged.fetch(found, first_token, own)
-        for n in range(PARTS):
-            number = used * PARTS + n
-            stage = lax.rem(number, jnp.int32(PART_STAGES))
-            column = LATENT if n == 0 else (1 - cta.half) * HALF + (n - 1) * PART
-            pl.when(number >= PART_STAGES)(lambda stage=stage: plgpu.barrier_wait(scratch.part_free.at[stage]))
-            part = Columns(column, PART, scratch.parts.at[stage], scratch.part_full.at[stage])
-            self.paged.fetch(found, first_token, part)
 
     def fetch_queries(self, request, is_first) -> None:
         """Fetches the queries of a request, once those of the work tile before are no longer needed."""
@@ -442,18 +485,107 @@ class Producer:
         """Waits for the last use of each stage, after `used` key tiles, and of the queries."""
         plgpu.barrier_wait(self.scratch.q_free)
         for free, stages, number in (
-            (self.scratch.own_free, OWN_STAGES, used),
-            (self.scratch.part_free, PART_STAGES, used * PARTS),
+            (self.scratch.own_free, self.own_stages, used),
+            (self.scratch.part_free, self.part_stages, used * PARTS),
         ):
             for stage in range(stages):
                 pl.when(number > stage)(lambda barrier=free.at[stage]: plgpu.barrier_wait(barrier))
+
+
+class CopyingProducer(Producer):
+    """The producer of keys of the queries' dtype, which TMA copies to where they are multiplied.
+
+    An own half stays until it is multiplied with P, after the scores of the next key tile: two are in use, and one
+    lands.  A part is free once it is multiplied with the queries.  With one stage more than a tile has parts, its copy
+    has about the time of a whole key tile.
+    """
+
+    own_stages, part_stages = 3, 6
+
+    def start(self, tile):
+        """The blocks of the first key tile."""
+        return self.look_up(tile, tile.begin)
+
+    def fetch(self, found, tile, i, used):
+        """Starts the copies of a key tile, and returns the blocks of the next one."""
+        cta, scratch, first_token = self.cta, self.scratch, self.cta.first_token(tile, i)
+        ahead = self.look_up(tile, i + 1)  # the loads proceed while the producer waits for free stages
+        for n in range(PARTS):
+            number = used * PARTS + n
+            stage = lax.rem(number, jnp.int32(self.part_stages))
+            column = LATENT if n == 0 else (1 - cta.half) * HALF + (n - 1) * PART
+            pl.when(number >= self.part_stages)(lambda stage=stage: plgpu.barrier_wait(scratch.part_free.at[stage]))
+            part = Columns(column, PART, scratch.parts.at[stage], scratch.part_full.at[stage])
+            self.paged.fetch(found, first_token, part)
+        stage = cta.own_stage(used)
+        pl.when(used >= self.own_stages)(lambda: plgpu.barrier_wait(scratch.own_free.at[stage]))
+        own = Columns(cta.half * HALF, HALF, scratch.own.at[stage], scratch.own_full.at[stage])
+        self.paged.fetch(found, first_token, own)
+        return ahead
+
+
+class ConvertingProducer(Producer):
+    """The producer of quantised keys: TMA copies them as they are stored, and the warpgroup converts them to bf16.
+
+    A piece of the next key tile is copied as soon as the warpgroup holds this one's in registers, and a piece is
+    converted before its place is free.  The order is that in which places become free: the parts once the scores of
+    the tile before are computed, the own half once P of the one before that is multiplied with it.
+    """
+
+    own_stages, part_stages = 2, PARTS
+
+    def start(self, tile):
+        """Starts the copies of the first key tile; returns the blocks of the second one."""
+        self.copy(self.look_up(tile, tile.begin), tile, tile.begin, OTHER, OWN, REST)
+        return self.look_up(tile, tile.begin + 1)
+
+    def copy(self, found, tile: WorkTile, i, *pieces: int) -> None:
+        """Starts the copies of pieces of key tile `i`, as they are stored."""
+        half, halves, rest = self.cta.half, self.scratch.raw_halves, self.scratch.raw_rest
+        columns = {
+            OTHER: ((1 - half) * HALF, HALF, halves.at[OTHER]),
+            OWN: (half * HALF, HALF, halves.at[OWN]),
+            REST: (LATENT, rest.shape[1], rest),
+        }
+        parts = [Columns(*columns[piece], self.scratch.raw_full.at[piece]) for piece in pieces]
+        self.paged.fetch(found, self.cta.first_token(tile, i), *parts)
+
+    def fetch(self, found, tile, i, used):
+        """Converts a key tile, and starts the copies of the next one; returns the blocks of the one after that."""
+        cta, scratch, pieces = self.cta, self.scratch, self.kernel.pieces
+        ahead = self.look_up(tile, i + 2)
+
+        def copy_next(*which):
+            plgpu.commit_smem()  # all warps have loaded what TMA overwrites
+            pl.when(i + 1 < tile.end)(lambda: self.copy(found, tile, i + 1, *which))
+
+        plgpu.barrier_wait(scratch.raw_full.at[REST])
+        plgpu.barrier_wait(scratch.raw_full.at[OTHER])
+        rope = pieces.load_rope(scratch.raw_rest)
+        other = pieces.load_half(scratch.raw_halves, scratch.raw_rest, OTHER, 1 - cta.half)
+        copy_next(OTHER)
+        for n in range(PARTS):  # part n of each key tile is in stage n
+            pl.when(used > 0)(lambda n=n: plgpu.barrier_wait(scratch.part_free.at[n]))
+        pieces.store_parts(scratch.parts, rope, other)
+        plgpu.commit_smem()
+        for n in range(PARTS):
+            plgpu.barrier_arrive(scratch.part_full.at[n])
+        plgpu.barrier_wait(scratch.raw_full.at[OWN])
+        own = pieces.load_half(scratch.raw_halves, scratch.raw_rest, OWN, cta.half)
+        copy_next(OWN, REST)
+        stage = cta.own_stage(used)
+        pl.when(used >= self.own_stages)(lambda: plgpu.barrier_wait(scratch.own_free.at[stage]))
+        pieces.store_half(scratch.own, stage, own)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.own_full.at[stage])
+        return ahead
 
 
 class Multiplier:
     """The warpgroup that issues all products."""
 
     def __init__(self, cta: CTA):
-        self.cta, self.scratch = cta, cta.scratch
+        self.cta, self.scratch, self.producer = cta, cta.scratch, cta.kernel.producer
 
     def run(self) -> None:
         """Walks the work tiles of the CTA."""
@@ -480,22 +612,22 @@ class Multiplier:
         """S = Q K' for the key tile that follows `used` others; `is_first`: in its work tile."""
         scratch = self.scratch
         pl.when(used > 0)(lambda: plgpu.barrier_wait(scratch.s_free))
-        stage = lax.rem(used, jnp.int32(OWN_STAGES))
-        plgpu.barrier_wait(scratch.own_full.at[stage])
-        plgpu.tcgen05_mma(scratch.s, scratch.q_own, scratch.own.at[stage].transpose((1, 0)), accumulate=False)
         pl.when(is_first)(lambda: plgpu.barrier_wait(scratch.q_full))
         for n in range(PARTS):
-            stage = lax.rem(used * PARTS + n, jnp.int32(PART_STAGES))
+            stage = lax.rem(used * PARTS + n, jnp.int32(self.producer.part_stages))
             plgpu.barrier_wait(scratch.part_full.at[stage])
             q = scratch.qr if n == 0 else scratch.q.at[:, pl.ds((n - 1) * PART, PART)]
             part, free = scratch.parts.at[stage].transpose((1, 0)), scratch.part_free.at[stage]
-            plgpu.tcgen05_mma(scratch.s, q, part, free, accumulate=True)
+            plgpu.tcgen05_mma(scratch.s, q, part, free, accumulate=n > 0)
+        stage = self.cta.own_stage(used)
+        plgpu.barrier_wait(scratch.own_full.at[stage])
+        plgpu.tcgen05_mma(scratch.s, scratch.q_own, scratch.own.at[stage].transpose((1, 0)), accumulate=True)
         plgpu.tcgen05_commit_arrive(scratch.s_full)
 
     def add_values(self, used, accumulate) -> None:
         """O = P V, or with `accumulate` O += P V, for the key tile that follows `used` others."""
         scratch = self.scratch
-        stage = lax.rem(used, jnp.int32(OWN_STAGES))
+        stage = self.cta.own_stage(used)
         plgpu.barrier_wait(scratch.p_full)
         plgpu.tcgen05_mma(
             scratch.o, scratch.p, scratch.own.at[stage], scratch.own_free.at[stage], accumulate=accumulate
@@ -510,12 +642,17 @@ class Softmax:
         self.cta, self.kernel, self.scratch, self.softmax = cta, cta.kernel, cta.scratch, cta.kernel.softmax
         # Set by `run`, since they are loaded.
         self.scale: Any
+        self.value_scale: Any
         self.in_cache: Any
 
     def run(self) -> None:
         """Walks the work tiles of the CTA."""
         plgpu.set_max_registers(SOFTMAX_REGISTERS, action="increase")
-        self.scale = self.cta.operands.scale[0] * LOG2E
+        operands = self.cta.operands
+        self.value_scale = None if operands.kv_scale is None else operands.kv_scale[0]
+        self.scale = operands.scale[0] * LOG2E
+        if self.value_scale is not None:
+            self.scale *= self.value_scale
         _, self.in_cache = self.cta.load_layer()
         self.cta.walk(self.work_tile)
 
@@ -581,7 +718,7 @@ class Softmax:
 
     def clear_values(self, tile: WorkTile, ends: masks.Ends, i, used) -> None:
         """Zeroes the values of unseen tokens of key tile `i`, which follows `used` others, in its own half."""
-        stage = lax.rem(used, jnp.int32(OWN_STAGES))
+        stage = self.cta.own_stage(used)
         first_seen = masks.first_seen(ends, self.kernel.tokens, self.kernel.call.window)
         masks.clear_values(
             self.scratch.own, (stage,), 0, HALF, self.cta.table, tile.request, self.cta.first_token(tile, i), ends.seen,
@@ -605,6 +742,8 @@ class Softmax:
         """Stores the results of a work tile, by way of the place of its queries."""
         cta, refs, staged = self.cta, self.cta.results, self.scratch.q
         inverse, lse = self.softmax.finalize(row_sum.sum(axis=1), running_max)
+        if self.value_scale is not None:
+            inverse *= self.value_scale
 
         def store_values(factor, dtype, to, place):
             for columns, x in self.sums():
