@@ -10,8 +10,9 @@ tiles of a request.  Both halves of a tile of rows walk the same partition, so o
 L2 cache.
 
 A CTA has three warpgroups: `Producer`, `Multiplier` and `Softmax` are the columns of the timeline.  All products are
-issued by one thread of the multiplier.  Timeline of key tile i, downwards.  `->` names the barrier that a line waits
-for; an arrival by TMA or by tcgen05 comes when the copies or the products in front of it are complete.
+issued by one thread of the multiplier.  `tcgen05_attention.py` has what this kernel and that of `decode_kv` share.
+Timeline of key tile i, downwards.  `->` names the barrier that a line waits for; an arrival by TMA or by tcgen05 comes
+when the copies or the products in front of it are complete.
 
     producer                       multiplier                            softmax
     rotary keys, then the other    S = Q Ki'        -> s_free, part_full, own_full
@@ -61,9 +62,9 @@ half, the own half, and the rest of the entries, which are scales and rotary key
     stores the own half, arrives own_full
 
 So bytes of the next key tile are on their way while this one is converted, and a piece is converted before its place is
-free.  The parts become free first, during O += P K(i-2): what is left to do before S = Q Ki' begins is to store them.
-The own half is multiplied last, so its store has the time of the products with the parts.  The scale of all `fp8`
-entries is part of the softmax scale, and also multiplies the result.
+free.  The parts of K(i-1) become free first, before its own half is multiplied and O += P K(i-2) is computed: in that
+time, those of Ki are stored.  The own half is multiplied last, so its store has the time of the products with the
+parts.  The scale of all `fp8` entries is part of the softmax scale, and also multiplies the result.
 
 Barriers (mbarriers), and how many arrivals complete them.  `tc` ones also order accesses to tensor memory.
     q_landed           the own half of the queries has landed (1)
@@ -112,35 +113,25 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
-from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.mosaic_gpu import masks
+from jaxkv_kernels.mosaic_gpu import tcgen05_attention
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes
-from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types
 from jaxkv_kernels.mosaic_gpu.interpreter.latent_pieces import InterpretedLatentPieces
 from jaxkv_kernels.mosaic_gpu.latent_pieces import LatentPieces
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
-from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores
+from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, copies_per_tile, token_rows
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, named, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.runtime.registers import (
-    LANE_COLUMNS,
-    TCGEN05,
-    any_positive,
-    filled,
-    fold_columns,
-    over_columns,
-    store,
-)
+from jaxkv_kernels.mosaic_gpu.runtime.registers import TCGEN05, over_columns, store
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, ROPE, TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
-from jaxkv_kernels.mosaic_gpu.tile_scheduler import PAIR_COSTS, SplitCosts, WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.tcgen05_attention import COSTS, O_COLUMNS, ROWS, row_tiles
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import SplitCosts, WorkTile
 from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 
 FORMATS = ("bf16", "f16", "fp8", "fp8_ds_mla")
 """The formats of entries that the kernel supports."""
-ROWS = 128
-"""Rows of a tile: the lanes of tensor memory."""
 HALVES = LATENT // HALF
 """CTAs per tile of rows: each has half of the columns."""
 PART = 64
@@ -148,14 +139,6 @@ PART = 64
 PARTS = (ROPE + LATENT - HALF) // PART
 OTHER, OWN, REST = range(3)
 """The pieces of a quantised key tile: the other half, the own half, and what follows the latents of each entry."""
-SOFTMAX_REGISTERS, OTHER_REGISTERS = 240, 128
-"""Registers per lane of the softmax warpgroup, and of the other two."""
-O_COLUMNS = 64
-"""Columns of O that are in registers at once."""
-COSTS = SplitCosts(
-    least=2, overhead=2 * PAIR_COSTS.overhead, combining=2 * PAIR_COSTS.combining, split=2 * PAIR_COSTS.split
-)
-"""PAIR_COSTS in steps of a single tile."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,17 +158,10 @@ class BlackwellMLAConfig:
         check_threshold(self)
 
 
-def row_tiles(rows: int) -> int:
-    """Tiles of rows of a request with `rows` rows."""
-    return -(-rows // ROWS)
-
-
 def unsupported_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     """Reasons against attending to the entries of this call."""
     entry = call.entry
-    if not isinstance(entry, MLAEntry):
-        yield f"entries of kind {type(entry).__name__} on Blackwell: supports MLAEntry"
-    elif entry.format not in FORMATS:
+    if entry.format not in FORMATS:
         yield f"entries of format {entry.format!r} on Blackwell: supports {', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
     else:
         yield from latent_sizes(entry)
@@ -270,7 +246,7 @@ class MLADenseBlackwell:
         self.call, self.plan, self.interpret = call, call.plan, interpret
         self.q, self.qr = queries
         self.batch, self.rows, _ = self.q.shape
-        _, self.tokens, self.heads, _ = call.q_latent.shape
+        _, self.tokens, self.rows_per_token, _ = call.q_latent.shape
         self.buffer, self.pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
         self.view = token_rows(self.pages)
         self.row_tiles = row_tiles(self.rows)
@@ -360,71 +336,28 @@ class MLADenseBlackwell:
         pdl_launch_dependents(operands.split_requests, interpret=self.interpret)
         index, partition, wg = (lax.axis_index(axis) for axis in ("half", "partition", "wg"))
         half, row_tile = lax.rem(index, jnp.int32(HALVES)), lax.div(index, jnp.int32(HALVES))
-        cta = CTA(self, operands, results, named(Scratch, scratch), partition, half, row_tile * ROWS)
+        cta = CTA(self, operands, results, named(Scratch, scratch), partition, row_tile * ROWS, half)
         producer, multiplier, softmax = self.producer(cta), Multiplier(cta), Softmax(cta)
         lax.cond(wg == 0, softmax.run, lambda: lax.cond(wg == 1, multiplier.run, producer.run))
 
 
 @dataclass(frozen=True)
-class CTA:
+class CTA(tcgen05_attention.CTA):
     """What the warpgroups of a CTA share."""
 
-    kernel: MLADenseBlackwell
-    operands: Operands
-    results: KernelResults
-    scratch: Scratch
-    partition: Any
     half: Any
     """The index of its own half of the columns."""
-    first_row: Any
-    """The first row of its tile."""
-
-    @property
-    def table(self) -> PageTable:
-        """The block table."""
-        return PageTable(self.operands.block_tables, self.kernel.pages)
-
-    @property
-    def rows(self) -> pl.Slice:
-        """Its rows."""
-        return pl.ds(self.first_row, ROWS)
 
     def columns(self, half) -> pl.Slice:
         """The columns of a half."""
         return pl.ds(pl.multiple_of(half * HALF, HALF), HALF)
 
-    def load_layer(self):
-        """The layer, and whether it is in the cache."""
-        layer = self.operands.layer[0]
-        return layer, (layer >= 0) & (layer < self.kernel.pages.num_layers)
-
-    def walk(self, work_tile):
-        """Calls `work_tile(tile, used, is_first)` for each work tile, after `used` key tiles of others.
-
-        Returns how many key tiles there are.
-        """
-        first, end, tile = load_work_range(self.operands.partitions, self.partition)
-
-        def step(n, carry):
-            used, tile = carry
-            next_tile = load_work_tile(self.operands.work_tiles, n + 1)  # the loads proceed during this work tile
-            work_tile(tile, used, n == first)
-            return used + (tile.end - tile.begin), next_tile
-
-        used, _ = lax.fori_loop(first, end, step, (jnp.int32(0), tile))
-        return used
-
     def own_stage(self, used):
         """The stage of the own half of a key tile that follows `used` others."""
         return lax.rem(used, jnp.int32(self.kernel.producer.own_stages))
 
-    def first_token(self, tile: WorkTile, i):
-        """The position of the first token of key tile `i`."""
-        token = i * TILE
-        return token if self.kernel.call.window is None else tile.origin + token
 
-
-class Producer:
+class Producer(tcgen05_attention.Producer):
     """The warpgroup that brings queries and keys to shared memory; the base class of one for each kind of format."""
 
     own_stages: ClassVar[int]
@@ -432,44 +365,9 @@ class Producer:
     part_stages: ClassVar[int]
     """Parts of the rest of key tiles that are."""
 
-    def __init__(self, cta: CTA):
-        self.cta, self.kernel, self.scratch = cta, cta.kernel, cta.scratch
-        self.paged: PagedKeys
-        """Set by `run`, since the layer is loaded."""
-
-    def run(self) -> None:
-        """Walks the work tiles of the CTA."""
-        plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
-        layer, in_cache = self.cta.load_layer()
-        layer = jnp.where(in_cache, layer, 0)
-        self.paged = PagedKeys(self.cta.operands.kv, self.kernel.view, self.cta.table, layer)
-        used = self.cta.walk(self.work_tile)
-        pl.when(used > 0)(lambda: self.wait_for_last_use(used))
-
-    def work_tile(self, tile: WorkTile, used, is_first) -> None:
-        """Fetches the keys and the queries of a work tile, after `used` key tiles of others."""
-
-        def step(i, found):
-            ahead = self.fetch(found, tile, i, used + (i - tile.begin))
-            pl.when(i == tile.begin)(lambda: self.fetch_queries(tile.request, is_first))
-            return ahead
-
-        lax.fori_loop(tile.begin, tile.end, step, self.start(tile))
-
-    def start(self, tile: WorkTile):
-        """What `fetch` needs to bring the first key tile of a work tile."""
-        raise NotImplementedError
-
-    def fetch(self, found, tile: WorkTile, i, used):
-        """Brings key tile `i`, which follows `used` others, once its stages are free.
-
-        `found` is what `start`, or the call for the key tile before, returned.
-        """
-        raise NotImplementedError
-
-    def look_up(self, tile: WorkTile, i):
-        """The blocks of key tile `i`."""
-        return self.paged.look_up(tile.request, self.cta.first_token(tile, i))
+    def loaders(self, layer):
+        """The loader of whole keys."""
+        return [PagedKeys(self.cta.operands.kv, self.kernel.view, self.cta.table, layer)]
 
     def fetch_queries(self, request, is_first) -> None:
         """Fetches the queries of a request, once those of the work tile before are no longer needed."""
@@ -481,15 +379,10 @@ class Producer:
         plgpu.barrier_wait(scratch.q_copied)
         plgpu.copy_gmem_to_smem(other, scratch.q, scratch.q_full)
 
-    def wait_for_last_use(self, used) -> None:
-        """Waits for the last use of each stage, after `used` key tiles, and of the queries."""
-        plgpu.barrier_wait(self.scratch.q_free)
-        for free, stages, number in (
-            (self.scratch.own_free, self.own_stages, used),
-            (self.scratch.part_free, self.part_stages, used * PARTS),
-        ):
-            for stage in range(stages):
-                pl.when(number > stage)(lambda barrier=free.at[stage]: plgpu.barrier_wait(barrier))
+    def rings(self, used):
+        """The barriers of the stages of own halves, and of parts."""
+        own, parts = self.scratch.own_free, self.scratch.part_free
+        return (own, self.own_stages, used), (parts, self.part_stages, used * PARTS)
 
 
 class CopyingProducer(Producer):
@@ -516,11 +409,11 @@ class CopyingProducer(Producer):
             column = LATENT if n == 0 else (1 - cta.half) * HALF + (n - 1) * PART
             pl.when(number >= self.part_stages)(lambda stage=stage: plgpu.barrier_wait(scratch.part_free.at[stage]))
             part = Columns(column, PART, scratch.parts.at[stage], scratch.part_full.at[stage])
-            self.paged.fetch(found, first_token, part)
+            self.paged[0].fetch(found, first_token, part)
         stage = cta.own_stage(used)
         pl.when(used >= self.own_stages)(lambda: plgpu.barrier_wait(scratch.own_free.at[stage]))
         own = Columns(cta.half * HALF, HALF, scratch.own.at[stage], scratch.own_full.at[stage])
-        self.paged.fetch(found, first_token, own)
+        self.paged[0].fetch(found, first_token, own)
         return ahead
 
 
@@ -548,7 +441,7 @@ class ConvertingProducer(Producer):
             REST: (LATENT, rest.shape[1], rest),
         }
         parts = [Columns(*columns[piece], self.scratch.raw_full.at[piece]) for piece in pieces]
-        self.paged.fetch(found, self.cta.first_token(tile, i), *parts)
+        self.paged[0].fetch(found, self.cta.first_token(tile, i), *parts)
 
     def fetch(self, found, tile, i, used):
         """Converts a key tile, and starts the copies of the next one; returns the blocks of the one after that."""
@@ -581,40 +474,23 @@ class ConvertingProducer(Producer):
         return ahead
 
 
-class Multiplier:
+class Multiplier(tcgen05_attention.Multiplier):
     """The warpgroup that issues all products."""
 
-    def __init__(self, cta: CTA):
-        self.cta, self.scratch, self.producer = cta, cta.scratch, cta.kernel.producer
-
-    def run(self) -> None:
-        """Walks the work tiles of the CTA."""
-        plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
-        used = self.cta.walk(self.work_tile)
-        pl.when(used > 0)(lambda: plgpu.barrier_wait(self.scratch.s_free))
-
-    def work_tile(self, tile: WorkTile, used, is_first) -> None:
-        """Issues the products of a work tile, after `used` key tiles of others."""
-        del is_first
+    def prepare_queries(self) -> None:
+        """Copies the own half of the queries to tensor memory."""
         scratch = self.scratch
         plgpu.barrier_wait(scratch.q_landed)
         plgpu.async_copy_smem_to_tmem(scratch.q, scratch.q_own)
         plgpu.tcgen05_commit_arrive(scratch.q_copied)
 
-        def step(i, _):
-            number = used + (i - tile.begin)
-            pl.when(i < tile.end)(lambda: self.multiply_queries(number, i == tile.begin))
-            pl.when(i > tile.begin)(lambda: self.add_values(number - 1, i - 1 > tile.begin))
-
-        lax.fori_loop(tile.begin, tile.end + 1, step, None)
-
     def multiply_queries(self, used, is_first) -> None:
-        """S = Q K' for the key tile that follows `used` others; `is_first`: in its work tile."""
+        """S = Q K'."""
         scratch = self.scratch
         pl.when(used > 0)(lambda: plgpu.barrier_wait(scratch.s_free))
         pl.when(is_first)(lambda: plgpu.barrier_wait(scratch.q_full))
         for n in range(PARTS):
-            stage = lax.rem(used * PARTS + n, jnp.int32(self.producer.part_stages))
+            stage = lax.rem(used * PARTS + n, jnp.int32(self.kernel.producer.part_stages))
             plgpu.barrier_wait(scratch.part_full.at[stage])
             q = scratch.qr if n == 0 else scratch.q.at[:, pl.ds((n - 1) * PART, PART)]
             part, free = scratch.parts.at[stage].transpose((1, 0)), scratch.part_free.at[stage]
@@ -625,7 +501,7 @@ class Multiplier:
         plgpu.tcgen05_commit_arrive(scratch.s_full)
 
     def add_values(self, used, accumulate) -> None:
-        """O = P V, or with `accumulate` O += P V, for the key tile that follows `used` others."""
+        """O = P V, or O += P V."""
         scratch = self.scratch
         stage = self.cta.own_stage(used)
         plgpu.barrier_wait(scratch.p_full)
@@ -635,108 +511,28 @@ class Multiplier:
         plgpu.tcgen05_commit_arrive(scratch.o_full)
 
 
-class Softmax:
+class Softmax(tcgen05_attention.Softmax):
     """The warpgroup that turns scores into weights, rescales sums, and stores results."""
 
-    def __init__(self, cta: CTA):
-        self.cta, self.kernel, self.scratch, self.softmax = cta, cta.kernel, cta.scratch, cta.kernel.softmax
-        # Set by `run`, since they are loaded.
-        self.scale: Any
-        self.value_scale: Any
-        self.in_cache: Any
+    value_scale: Any = None
+    """The scale of all entries, if they have one."""
 
-    def run(self) -> None:
-        """Walks the work tiles of the CTA."""
-        plgpu.set_max_registers(SOFTMAX_REGISTERS, action="increase")
-        operands = self.cta.operands
-        self.value_scale = None if operands.kv_scale is None else operands.kv_scale[0]
-        self.scale = operands.scale[0] * LOG2E
-        if self.value_scale is not None:
-            self.scale *= self.value_scale
-        _, self.in_cache = self.cta.load_layer()
-        self.cta.walk(self.work_tile)
+    def load_scale(self):
+        """The factor of the scores, which the scale of the entries is part of."""
+        scale, kv_scale = super().load_scale(), self.cta.operands.kv_scale
+        if kv_scale is None:
+            return scale
+        self.value_scale = kv_scale[0]
+        return scale * self.value_scale
 
-    def work_tile(self, tile: WorkTile, used, is_first) -> None:
-        """Attends to the keys of a work tile, after `used` key tiles of others, and stores the result."""
-        del is_first
-        ends, unmasked = masks.seen_tokens(tile, self.in_cache, TILE, self.kernel.call.window)
+    @property
+    def values(self):
+        """The own halves of keys."""
+        return self.scratch.own
 
-        def step(i, carry):
-            return self.key_tile(tile, ends, i, used + (i - tile.begin), masks.is_masked(unmasked, i), *carry)
-
-        start = self.softmax.empty_max(ROWS), filled(TCGEN05, 0, ROWS, LANE_COLUMNS)
-        running_max, row_sum = lax.fori_loop(tile.begin, tile.end, step, start)
-        plgpu.barrier_wait(self.scratch.o_full)
-        self.store(tile, running_max, row_sum)
-        plgpu.barrier_arrive(self.scratch.q_free)
-
-    def key_tile(self, tile: WorkTile, ends: masks.Ends, i, used, masked, old_max, row_sum):
-        """The weights of a key tile: the column of this warpgroup in the timeline."""
-        scratch, softmax = self.scratch, self.softmax
-        s = self.scores(tile, ends, i, masked)
-        running_max = softmax.update_max(s, old_max)
-        weights = softmax.weights(s, running_max)
-        (row_sum,) = softmax.rescale(old_max, running_max, row_sum)
-        row_sum += fold_columns(jnp.add, weights)
-
-        # Accesses to tensor memory are waited for by the whole warpgroup, so all of its warps take the same branch.
-        raised = any_positive(running_max - old_max, interpret=self.kernel.interpret, warpgroup=True, tile=TCGEN05)
-        has_sums = i > tile.begin
-        pl.when(has_sums)(lambda: plgpu.barrier_wait(scratch.o_full))
-        pl.when(raised & has_sums)(lambda: self.rescale_sums(jnp.exp2(old_max - running_max)))
-        pl.when(masked)(lambda: self.clear_values(tile, ends, i, used))
-        plgpu.async_store_tmem(scratch.p, weights.astype(self.kernel.dtype))
-        plgpu.commit_tmem()
-        plgpu.barrier_arrive(scratch.p_full)
-        return running_max, row_sum
-
-    def scores(self, tile: WorkTile, ends: masks.Ends, i, masked):
-        """S of key tile `i` in registers: scaled, capped and masked."""
-        call, scratch = self.kernel.call, self.scratch
-        plgpu.barrier_wait(scratch.s_full)
-        s = plgpu.async_load_tmem(scratch.s, layout=TCGEN05)
-        plgpu.wait_load_tmem()
-        plgpu.barrier_arrive(scratch.s_free)
-        s *= self.scale
-        if call.logit_cap is not None:
-            s = cap_scores(s, call.logit_cap)
-        mask = partial(
-            masks.apply_mask,
-            table=self.cta.table,
-            request=tile.request,
-            first_row=self.cta.first_row,
-            ends=ends,
-            tokens=self.kernel.tokens,
-            first_token=self.cta.first_token(tile, i),
-            heads=self.kernel.heads,
-            keys=1,
-            window=call.window,
-            ahead=call.ahead,
-            tile=TCGEN05,
-        )
-        return lax.cond(masked, mask, lambda s: s, s)
-
-    def clear_values(self, tile: WorkTile, ends: masks.Ends, i, used) -> None:
-        """Zeroes the values of unseen tokens of key tile `i`, which follows `used` others, in its own half."""
-        stage = self.cta.own_stage(used)
-        first_seen = masks.first_seen(ends, self.kernel.tokens, self.kernel.call.window)
-        masks.clear_values(
-            self.scratch.own, (stage,), 0, HALF, self.cta.table, tile.request, self.cta.first_token(tile, i), ends.seen,
-            first_seen=first_seen, interpret=self.kernel.interpret,
-        )  # fmt: skip
-
-    def sums(self) -> Iterator[tuple[pl.Slice, Any]]:
-        """Yields columns of O, and their sums in registers.  The loads have completed after `wait_load_tmem`."""
-        for first in range(0, HALF, O_COLUMNS):
-            columns = pl.ds(first, O_COLUMNS)
-            yield columns, plgpu.async_load_tmem(self.scratch.o.at[:, columns], layout=TCGEN05)
-
-    def rescale_sums(self, factor) -> None:
-        """Multiplies each row of O by a factor."""
-        for columns, x in self.sums():
-            plgpu.wait_load_tmem()
-            plgpu.async_store_tmem(self.scratch.o.at[:, columns], x * over_columns(factor, O_COLUMNS))
-        plgpu.commit_tmem()
+    def value_stage(self, used):
+        """Their stage."""
+        return self.cta.own_stage(used)
 
     def store(self, tile: WorkTile, running_max, row_sum) -> None:
         """Stores the results of a work tile, by way of the place of its queries."""
@@ -760,10 +556,7 @@ class Softmax:
 
         @pl.when(tile.split >= 0)
         def _():
-            magnitude = jnp.zeros_like(inverse)
-            for _, x in self.sums():
-                magnitude = jnp.maximum(magnitude, jnp.abs(x).max(axis=1))
-            magnitude = split_scale(magnitude)
+            magnitude = self.split_scales()
             store_values(1 / magnitude, SPLIT_DTYPE, refs.split_out, tile.split)
             store(refs.split_scale.at[tile.split, cta.half, cta.rows], magnitude * inverse)
             pl.when(cta.half == 0)(lambda: store(refs.split_lse.at[tile.split, cta.rows], lse))

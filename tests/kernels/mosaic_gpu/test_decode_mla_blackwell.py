@@ -217,26 +217,17 @@ def reasons_against(operation, **changes):
     with interpreting(True), assumed_capability("10.0"):
         if operation is jaxkv.plan_decode:
             found = jaxkv.explain(operation, cache, tables, lengths, num_heads=16)
-        elif operation is jaxkv.decode_kv:
-            q = jax.ShapeDtypeStruct((1, 16, entry.head_dim), jnp.bfloat16)
-            found = jaxkv.explain(operation, q, cache, tables, lengths, layer=0, scale=1.0)
         else:
             q = [jax.ShapeDtypeStruct((1, 16, n), entry.input_dtype) for n in entry.sizes]
             found = jaxkv.explain(operation, *q, cache, tables, lengths, layer=0, scale=1.0)
     return found.reasons["mosaic_gpu"]
 
 
+@pytest.mark.parametrize("operation", [jaxkv.decode_mla, jaxkv.plan_decode])
 @pytest.mark.parametrize("reason", REFUSED)
-def test_explain_reports_why_a_layout_is_unsupported(reason):
-    assert reasons_against(jaxkv.decode_mla) == reasons_against(jaxkv.decode_mla, entry=FP8_DS_MLA) == ()
-    assert any(given.startswith(reason) for given in reasons_against(jaxkv.decode_mla, **REFUSED[reason]))
-
-
-def test_heads_have_no_plans_and_no_kernel():
-    heads = {"entry": jaxkv.KVEntry("bf16", 128)}
-    assert reasons_against(jaxkv.plan_decode) == ()
-    assert reasons_against(jaxkv.plan_decode, **heads) == ("entries of kind KVEntry on Blackwell: supports MLAEntry",)
-    assert reasons_against(jaxkv.decode_kv, **heads)[0].startswith("needs compute capability 9.0 (Hopper); ")
+def test_explain_reports_why_a_layout_is_unsupported(operation, reason):
+    assert reasons_against(operation) == reasons_against(operation, entry=FP8_DS_MLA) == ()
+    assert any(given.startswith(reason) for given in reasons_against(operation, **REFUSED[reason]))
 
 
 def test_hopper_keeps_its_kernels():
