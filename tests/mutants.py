@@ -59,6 +59,7 @@ MASKS = "kernels/jaxkv_kernels/mosaic_gpu/masks.py"
 SCHEDULER = "kernels/jaxkv_kernels/mosaic_gpu/tile_scheduler.py"
 COMBINE = "kernels/jaxkv_kernels/mosaic_gpu/combine.py"
 BLACKWELL = "kernels/jaxkv_kernels/mosaic_gpu/mla_dense_blackwell.py"
+TCGEN05 = "kernels/jaxkv_kernels/mosaic_gpu/tcgen05_attention.py"
 BITS, FP4 = "kernels/jaxkv_kernels/formats/bits.py", "kernels/jaxkv_kernels/formats/fp4.py"
 INT8, NVFP4 = "kernels/jaxkv_kernels/formats/int8.py", "kernels/jaxkv_kernels/formats/nvfp4.py"
 FORMAT = "kernels/jaxkv_kernels/formats/format.py"
@@ -296,7 +297,7 @@ MUTANTS = {
         ),
         Mutant(
             "values of unseen tokens are not cleared (Blackwell)",
-            BLACKWELL,
+            TCGEN05,
             "pl.when(masked)(lambda: self.clear_values(",
             "pl.when(masked & ~masked)(lambda: self.clear_values(",
             BLACKWELL_MLA,
@@ -391,10 +392,31 @@ MUTANTS = {
         ),
         Mutant(
             "sums in tensor memory are not scaled to a new maximum",
-            BLACKWELL,
+            TCGEN05,
             "pl.when(raised & has_sums)",
             "pl.when(raised & ~has_sums)",
             BLACKWELL_MLA,
+        ),
+        Mutant(
+            "results are not multiplied by the scale of the entries (Blackwell)",
+            BLACKWELL,
+            "inverse *= self.value_scale",
+            "inverse *= 1",
+            BLACKWELL_MLA,
+        ),
+        Mutant(
+            "latents are multiplied by the scale of another tile of values",
+            "kernels/jaxkv_kernels/mosaic_gpu/ptx/conversions_to_bf16.py",
+            "arith.shrui(lane.column_tile, c32(1))",
+            "arith.andi(lane.column_tile, c32(1))",
+            ("tests/kernels/mosaic_gpu/test_latent_pieces.py",),
+        ),
+        Mutant(
+            "values of keys that have not landed are cleared",
+            "kernels/jaxkv_kernels/mosaic_gpu/gqa_blackwell.py",
+            "plgpu.barrier_wait(self.scratch.v_full.at[self.cta.stage(used)])",
+            "pass",
+            ("tests/kernels/mosaic_gpu/test_kv_blackwell.py",),
         ),
         Mutant(
             "the scale of a split is that of the other half",

@@ -29,6 +29,12 @@ DECODE = (
     jax.ShapeDtypeStruct((2,), "int32"),
 )
 OPTIONS = {"layer": 0, "scale": 0.1}
+HEADS = jaxkv.CacheLayout(num_layers=1, num_blocks=8, block_size=64, num_heads=2, entry=jaxkv.KVEntry("bf16", 128))
+DECODE_KV = (
+    jax.ShapeDtypeStruct((2, 16, 128), "bfloat16"),
+    jax.eval_shape(lambda: jaxkv.KVCache.zeros(HEADS)),
+    *DECODE[3:],
+)
 SLOTS = jax.ShapeDtypeStruct((2, 1, 64), "int32")
 COPY = (DECODE[2], jax.ShapeDtypeStruct((3,), "int32"), jax.ShapeDtypeStruct((3,), "int32"))
 
@@ -173,7 +179,9 @@ def test_kernels_of_mosaic_gpu_run_on_blackwell_if_they_are_named(capability, on
     found = jaxkv.explain(jaxkv.copy_blocks, *COPY)
     assert {*found.untried} == {"mosaic_gpu", "triton"}
     assert dispatch.choose(dispatch.captured(jaxkv.copy_blocks, *COPY), "mosaic_gpu").name == "mosaic_gpu"
-    assert dispatch.choose(dispatch.captured(jaxkv.decode_mla, *DECODE, **OPTIONS), "mosaic_gpu").name == "mosaic_gpu"
+    for operation, arguments in ((jaxkv.decode_mla, DECODE), (jaxkv.decode_kv, DECODE_KV)):
+        assert jaxkv.explain(operation, *arguments, **OPTIONS).chosen == "xla"
+        assert dispatch.choose(dispatch.captured(operation, *arguments, **OPTIONS), "mosaic_gpu").name == "mosaic_gpu"
     with pytest.raises(NotImplementedError, match=r"needs compute capability 9\.0"):
         dispatch.choose(dispatch.captured(jaxkv.decode_mla_sparse, *DECODE[:3], SLOTS, **OPTIONS), "mosaic_gpu")
 

@@ -293,8 +293,15 @@ FEATURES = {
         ),
         Feature(
             "kernels of its own for NVIDIA Blackwell",
-            "`decode_mla` of bf16 and f16 entries on `mosaic_gpu`, compiled and interpreted; for others, `triton`",
-            (MOSAIC + "test_decode_mla_blackwell.py::TestInterpreted::test_equals_the_packed_cache_and_the_oracle",),
+            "`decode_mla` of bf16, f16, fp8 and fp8_ds_mla entries and `decode_kv` of bf16 and f16 on `mosaic_gpu`, "
+            "compiled and interpreted; for others, `triton`",
+            (
+                MOSAIC + "test_decode_mla_blackwell.py::TestInterpreted::test_equals_the_packed_cache_and_the_oracle",
+                MOSAIC
+                + "test_decode_mla_blackwell.py::TestInterpreted::"
+                + "test_quantised_entries_equal_the_packed_cache_and_the_oracle",
+                MOSAIC + "test_kv_blackwell.py::TestInterpreted::test_equals_the_packed_cache_and_the_oracle",
+            ),
         ),
         Feature(
             "AMD MI300 and MI350: writes, gathers and dense attention",

@@ -3,8 +3,10 @@
 import math
 import re
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
+import jax
 import pytest
 
 from jaxkv_kernels.mosaic_gpu.runtime.device import TCGEN05, WGMMA, unavailable_reasons
@@ -34,6 +36,21 @@ def quick_lowering():
         return f"{layout_inference._op_name_regex.match(text).group(0)}:{letter}-{self.index}"
 
     with mock.patch.object(layout_inference.ValueSite, "__str__", name):
+        yield
+
+
+@contextmanager
+def lowering_for(capability: str):
+    """Lowers kernels for a GPU of this compute capability, without one."""
+    from jax.experimental.mosaic.gpu import utils
+
+    arch = tuple(map(int, capability.split(".")))
+    gpu = SimpleNamespace(compute_capability=capability, device_kind="A GPU", core_count=148)
+    devices = {name: lambda *_: [gpu] for name in ("devices", "local_devices")}
+    with (
+        mock.patch.multiple(jax, default_backend=lambda: "gpu", **devices),
+        mock.patch.object(utils, "_infer_arch", return_value=arch),
+    ):
         yield
 
 

@@ -17,6 +17,7 @@ from jaxkv_kernels.calls import DecodeCall, DecodeKV, DecodeMLA, PlanDecode, tok
 from jaxkv_kernels.formats.entries import KVEntry, MLAEntry
 from jaxkv_kernels.mosaic_gpu import (
     gqa,
+    gqa_blackwell,
     mla_dense,
     mla_dense_blackwell,
     mla_dense_swap_ab,
@@ -27,6 +28,7 @@ from jaxkv_kernels.mosaic_gpu.attention_reasons import query_dtype
 from jaxkv_kernels.mosaic_gpu.combine import combine
 from jaxkv_kernels.mosaic_gpu.epilogue import KernelResults
 from jaxkv_kernels.mosaic_gpu.gqa import GQAConfig
+from jaxkv_kernels.mosaic_gpu.gqa_blackwell import BlackwellGQAConfig
 from jaxkv_kernels.mosaic_gpu.layout_reasons import table_sizes
 from jaxkv_kernels.mosaic_gpu.mla_dense import MLADenseConfig, QuantisedMLADenseConfig
 from jaxkv_kernels.mosaic_gpu.mla_dense_blackwell import BlackwellMLAConfig
@@ -34,6 +36,7 @@ from jaxkv_kernels.mosaic_gpu.mla_dense_swap_ab import MLASwapABConfig
 from jaxkv_kernels.mosaic_gpu.quantised_swap_ab import QuantisedSwapABConfig
 from jaxkv_kernels.mosaic_gpu.runtime.device import TCGEN05, capability, interpreting
 from jaxkv_kernels.mosaic_gpu.sizes import PAIR, TILE
+from jaxkv_kernels.mosaic_gpu.tcgen05_attention import ROWS
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import CTAS, Plan, make_plan, most_partitions, shares_keys
 from jaxkv_kernels.scores import too_large
 from jaxkv_kernels.tuning import configuration
@@ -54,7 +57,7 @@ def rows_of(call: DecodeCall | PlanDecode) -> int:
 
 
 def is_blackwell() -> bool:
-    """Whether kernels are built for a GPU with tcgen05, on which there is one schedule."""
+    """Whether kernels are built for a GPU with tcgen05, on which there is one schedule per kind of entry."""
     return capability() in TCGEN05
 
 
@@ -66,7 +69,13 @@ def gathers(entry: MLAEntry | KVEntry, rows: int) -> bool:
 
 
 Config = (
-    MLADenseConfig | QuantisedMLADenseConfig | MLASwapABConfig | QuantisedSwapABConfig | GQAConfig | BlackwellMLAConfig
+    MLADenseConfig
+    | QuantisedMLADenseConfig
+    | MLASwapABConfig
+    | QuantisedSwapABConfig
+    | GQAConfig
+    | BlackwellMLAConfig
+    | BlackwellGQAConfig
 )
 
 
@@ -75,12 +84,18 @@ class Schedule:
 
     step: ClassVar[int]
     """Requests are split at multiples of this many tokens."""
+    tile_rows: ClassVar[int] = TILE
+    """Rows of a tile."""
     shares_keys: ClassVar[bool] = False
     """Whether two CTAs of a cluster can share the keys of a request."""
 
     def ctas(self, heads: int, rows: int) -> int:
         """CTAs that walk each partition of a plan: one per KV head and tile of rows."""
-        return heads * -(-rows // TILE)
+        return heads * -(-rows // self.tile_rows)
+
+    def padded(self, rows: int) -> int:
+        """How many rows the queries of a KV head have as the kernel takes them: TMA copies tiles of 8 rows."""
+        return rows + -rows % (8 if rows <= self.tile_rows else self.tile_rows)
 
     def default_config(self, entry: Any, rows: int) -> Config:
         """The default configuration."""
@@ -154,6 +169,9 @@ class GQA(Schedule):
 
     step = PAIR
 
+    def padded(self, rows: int) -> int:
+        return rows if rows <= 8 else super().padded(rows)  # TMA clips its tile of 8 rows to an axis that is shorter
+
     def default_config(self, entry: KVEntry, rows: int) -> Config:
         return GQAConfig()
 
@@ -182,10 +200,10 @@ class QuantisedGQA(Schedule):
 class MLADenseBlackwell(Schedule):
     """Latents on Blackwell, in tiles of 128 rows and halves of their columns."""
 
-    step = TILE
+    step, tile_rows = TILE, ROWS
 
     def ctas(self, heads: int, rows: int) -> int:
-        return heads * mla_dense_blackwell.HALVES * mla_dense_blackwell.row_tiles(rows)
+        return mla_dense_blackwell.HALVES * super().ctas(heads, rows)
 
     def default_config(self, entry: Any, rows: int) -> Config:
         return BlackwellMLAConfig()
@@ -197,10 +215,25 @@ class MLADenseBlackwell(Schedule):
         return mla_dense_blackwell.attend(call, queries, config, interpret=interpret)
 
 
+class GQABlackwell(Schedule):
+    """Keys and values on Blackwell, in tiles of 128 rows."""
+
+    step, tile_rows = TILE, ROWS
+
+    def default_config(self, entry: KVEntry, rows: int) -> Config:
+        return BlackwellGQAConfig()
+
+    def unsupported_reasons(self, call: DecodeKV | PlanDecode, rows: int) -> Iterator[str]:
+        return gqa_blackwell.unsupported_reasons(call)
+
+    def attend(self, call: DecodeKV, queries, config, *, interpret: bool) -> KernelResults:
+        return gqa_blackwell.attend(call, queries, config, interpret=interpret)
+
+
 def schedule_of(entry: MLAEntry | KVEntry, rows: int) -> Schedule:
     """The schedule of a `decode_mla` or `decode_kv` call, unless it runs `gathers`."""
     if is_blackwell():
-        return MLADenseBlackwell()
+        return GQABlackwell() if isinstance(entry, KVEntry) else MLADenseBlackwell()
     if isinstance(entry, KVEntry):
         return QuantisedGQA() if entry.quantised else GQA()
     if rows > SWAP_AB_ROWS:
@@ -310,12 +343,12 @@ def _decode_kv(call: DecodeKV, *, config: Config, interpret: bool) -> tuple[jax.
     batch, tokens, query_heads, _ = call.q.shape
     heads, group = call.pages.num_heads, query_heads // call.pages.num_heads
     rows, quantised = tokens * group, call.entry.quantised
-    # TMA copies tiles of 8 rows, and clips them if an axis is shorter than a tile.
-    padded = rows if rows <= 8 and not quantised else rows + -rows % (8 if rows <= TILE else TILE)
+    schedule = schedule_of(call.entry, rows)
+    padded = schedule.padded(rows)
     q = call.q.reshape(batch, tokens, heads, group, -1).swapaxes(1, 2).reshape(batch, heads, rows, -1)
     q = jnp.pad(q, ((0, 0), (0, 0), (0, padded - rows), (0, 0)))
     queries = [q.reshape(batch * heads, padded, -1)] if quantised else q
-    results = schedule_of(call.entry, rows).attend(call, queries, config, interpret=interpret)
+    results = schedule.attend(call, queries, config, interpret=interpret)
     out, lse = combine(results.with_rows(heads * padded), call.plan, rows=heads * padded, interpret=interpret)
 
     def by_token(x):

@@ -109,7 +109,7 @@ class MosaicGPU(Kernels):
         out, lse = mla_sparse.decode_mla_sparse(call)
         return out, lse, None
 
-    @supports(_KV, reasons_by_parts(decode.kv_unsupported_reasons), _on(WGMMA))
+    @supports(_KV, reasons_by_parts(decode.kv_unsupported_reasons), _on(DECODE))
     def decode_kv(self, call: calls.DecodeKV) -> tuple[jax.Array, jax.Array]:
         return decode_by_parts(call, decode.decode_kv)
 

@@ -10,15 +10,16 @@ tiles of a request.  Both halves of a tile of rows walk the same partition, so o
 L2 cache.
 
 A CTA has three warpgroups: `Producer`, `Multiplier` and `Softmax` are the columns of the timeline.  All products are
-issued by one thread of the multiplier.  Timeline of key tile i, downwards.  `->` names the barrier that a line waits
-for; an arrival by TMA or by tcgen05 comes when the copies or the products in front of it are complete.
+issued by one thread of the multiplier.  `tcgen05_attention.py` has what this kernel and that of `decode_kv` share.
+Timeline of key tile i, downwards.  `->` names the barrier that a line waits for; an arrival by TMA or by tcgen05 comes
+when the copies or the products in front of it are complete.
 
     producer                       multiplier                            softmax
-    own half of Ki                 S = Q Ki'        -> s_free, own_full, part_full
-      (-> own_free)                  each part of Ki arrives part_free
-    rotary keys, then the other      then arrives s_full
-      half of Ki, in 5 parts                                             S to registers       -> s_full
-      (-> part_free)               S = Q K(i+1)'    (-> s_free, ...)       arrives s_free
+    rotary keys, then the other    S = Q Ki'        -> s_free, part_full, own_full
+      half of Ki, in 5 parts         each part of Ki arrives part_free
+      (-> part_free)                 then arrives s_full
+    own half of Ki                                                       S to registers       -> s_full
+      (-> own_free)                S = Q K(i+1)'    (-> s_free, ...)       arrives s_free
                                                                          softmax
                                                                          rescale O, store P   -> o_full of tile i - 1
                                                                            arrive p_full
@@ -47,14 +48,33 @@ The multiplier copies the own half of the queries to tensor memory (tcgen05.cp),
 queries would take 144 KiB of shared memory, and there would be room for a single tile of keys.  These products also
 read less shared memory: 2 KiB of keys for 128 x 64 x 16, but not 4 KiB of queries.
 
+Quantised entries (`fp8`, `fp8_ds_mla`).  The other warpgroups do the same.  The producer, a whole warpgroup, converts
+keys to bf16 (`latent_pieces.py`).  TMA copies a key tile as it is stored, in three pieces with a place each: the other
+half, the own half, and the rest of the entries, which are scales and rotary keys.
+
+    -> raw_full of the rest and of the other half of Ki
+    both to registers, converted; then the copy of the other half of K(i+1)
+    -> part_free of all parts of K(i-1)
+    stores rotary keys and other half, arrives part_full
+    -> raw_full of the own half of Ki
+    to registers, converted; then the copies of the own half and the rest of K(i+1)
+    -> own_free of K(i-2)
+    stores the own half, arrives own_full
+
+So bytes of the next key tile are on their way while this one is converted, and a piece is converted before its place is
+free.  The parts of K(i-1) become free first, before its own half is multiplied and O += P K(i-2) is computed: in that
+time, those of Ki are stored.  The own half is multiplied last, so its store has the time of the products with the
+parts.  The scale of all `fp8` entries is part of the softmax scale, and also multiplies the result.
+
 Barriers (mbarriers), and how many arrivals complete them.  `tc` ones also order accesses to tensor memory.
     q_landed           the own half of the queries has landed (1)
     q_copied   tc      it is in tensor memory (1)
     q_full             the other half and the rotary queries have landed (2)
     q_free             all products with the queries are complete, and TMA has read the results from their place (1)
-    own_full[s]        the own half of a key tile has landed in stage s (1 per page)
+    raw_full[piece]    a piece of a quantised key tile has landed (1 per page)
+    own_full[s]        the own half of a key tile has landed in stage s (1 per page), or has been converted (1)
     own_free[s] tc     it has been multiplied with P (1)
-    part_full[s]       a part of a key tile has landed in stage s (1 per page)
+    part_full[s]       a part of a key tile has landed in stage s (1 per page), or has been converted (1)
     part_free[s] tc    it has been multiplied with the queries (1)
     s_full     tc      S is complete (1)
     s_free     tc      S is in registers (1)
@@ -68,9 +88,17 @@ to shared memory is visible to TMA and tcgen05 after `commit_smem`; what it stor
 `commit_tmem`.
 
 Budget.  Tensor memory: O 256 columns, own half of Q 128, S 64, P 32, together 480 of 512.  Shared memory: Q 64 KiB +
-rotary queries 16 KiB + own halves of three key tiles 96 KiB + six parts of keys 48 KiB = 224 KiB of 227.  Registers:
-240 per lane of the softmax warpgroup, which holds a tile of scores in 64, and 128 of the others; ptxas reports 168,
-what a lane has before `set_max_registers`.  The loop over key tiles has no spills.
+rotary queries 16 KiB + own halves of three key tiles 96 KiB + six parts of keys 48 KiB = 224 KiB of 227; of quantised
+entries own halves of two 64 KiB + five parts 40 KiB + a tile as it is stored 41 KiB (`fp8` 36) = 225 KiB.  Registers:
+240 per lane of the softmax warpgroup, which holds a tile of scores in 64, and 128 of the others, of which the converted
+half of a tile takes 64; ptxas reports 168, what a lane has before `set_max_registers`.  The loops over key tiles have
+no spills.
+
+Estimate per key tile and CTA, in cycles, at 4,096 multiply-adds and 128 bytes of shared memory per cycle.  Products:
+1,664 if they wait for nothing else.  Shared memory: 2,050 for bf16, namely 580 for what TMA writes, 960 for the
+products with the parts, which read queries as well, and 260 each for those with the own half and for O += P V; 2,700
+for `fp8_ds_mla`, where the stored bytes are written and read as well.  So shared memory is the limit.  In SASS, a warp
+of the softmax executes up to 830 instructions per key tile, and one that converts 1,080.
 """
 
 from collections.abc import Iterator, Sequence
@@ -85,53 +113,32 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxkv_kernels.calls import DecodeCall, DecodeMLA, PlanDecode
-from jaxkv_kernels.formats.entries import MLAEntry
-from jaxkv_kernels.mosaic_gpu import masks
+from jaxkv_kernels.mosaic_gpu import tcgen05_attention
 from jaxkv_kernels.mosaic_gpu.attention_reasons import latent_sizes
-from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types, split_scale
+from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types
+from jaxkv_kernels.mosaic_gpu.interpreter.latent_pieces import InterpretedLatentPieces
+from jaxkv_kernels.mosaic_gpu.latent_pieces import LatentPieces
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
-from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, PageTable, copies_per_tile, token_rows
-from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, cap_scores
+from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, copies_per_tile, token_rows
+from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E
 from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, named, pdl_launch_dependents
-from jaxkv_kernels.mosaic_gpu.runtime.registers import (
-    LANE_COLUMNS,
-    TCGEN05,
-    any_positive,
-    filled,
-    fold_columns,
-    over_columns,
-    store,
-)
+from jaxkv_kernels.mosaic_gpu.runtime.registers import TCGEN05, over_columns, store
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, ROPE, TILE
 from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
-from jaxkv_kernels.mosaic_gpu.tile_scheduler import PAIR_COSTS, SplitCosts, WorkTile, load_work_range, load_work_tile
+from jaxkv_kernels.mosaic_gpu.tcgen05_attention import COSTS, O_COLUMNS, ROWS, row_tiles
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import SplitCosts, WorkTile
 from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 
-FORMATS = ("bf16", "f16")
+FORMATS = ("bf16", "f16", "fp8", "fp8_ds_mla")
 """The formats of entries that the kernel supports."""
-ROWS = 128
-"""Rows of a tile: the lanes of tensor memory."""
 HALVES = LATENT // HALF
 """CTAs per tile of rows: each has half of the columns."""
 PART = 64
 """Columns of a part of a key tile: one tile of swizzled shared memory."""
-OWN_STAGES, PART_STAGES = 3, 6
-"""Own halves of key tiles in shared memory, and parts of the rest.
-
-An own half stays until it is multiplied with P, after the scores of the next key tile: two are in use, and one lands.
-A part is free once it is multiplied with the queries.  With one stage more than a tile has parts, its copy has about
-the time of a whole key tile.
-"""
 PARTS = (ROPE + LATENT - HALF) // PART
-SOFTMAX_REGISTERS, OTHER_REGISTERS = 240, 128
-"""Registers per lane of the softmax warpgroup, and of the other two."""
-O_COLUMNS = 64
-"""Columns of O that are in registers at once."""
-COSTS = SplitCosts(
-    least=2, overhead=2 * PAIR_COSTS.overhead, combining=2 * PAIR_COSTS.combining, split=2 * PAIR_COSTS.split
-)
-"""PAIR_COSTS in steps of a single tile."""
+OTHER, OWN, REST = range(3)
+"""The pieces of a quantised key tile: the other half, the own half, and what follows the latents of each entry."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,18 +158,11 @@ class BlackwellMLAConfig:
         check_threshold(self)
 
 
-def row_tiles(rows: int) -> int:
-    """Tiles of rows of a request with `rows` rows."""
-    return -(-rows // ROWS)
-
-
 def unsupported_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:
     """Reasons against attending to the entries of this call."""
     entry = call.entry
-    if not isinstance(entry, MLAEntry):
-        yield f"entries of kind {type(entry).__name__} on Blackwell: supports MLAEntry"
-    elif entry.format not in FORMATS:
-        yield f"entries of format {entry.format!r} on Blackwell: supports {' and '.join(FORMATS)}"
+    if entry.format not in FORMATS:
+        yield f"entries of format {entry.format!r} on Blackwell: supports {', '.join(FORMATS[:-1])} and {FORMATS[-1]}"
     else:
         yield from latent_sizes(entry)
         yield from block_sizes(call.pages)
@@ -193,6 +193,8 @@ class Operands(NamedTuple):
     """int32 [1]."""
     scale: Any
     """The softmax scale, float32 [1]."""
+    kv_scale: Any
+    """The scale of all entries, float32 [1]; None if the format has none."""
     partitions: Any
     """Of the plan, like the next two."""
     work_tiles: Any
@@ -218,6 +220,11 @@ class Scratch(NamedTuple):
     """Own halves of key tiles [stages, 64, 256]."""
     parts: Any
     """Parts of the rest of key tiles [stages, 64, 64]."""
+    raw_halves: Any
+    """Halves of a quantised key tile as they are stored: OTHER and OWN, uint8 [2, 64, 256]; None for other formats."""
+    raw_rest: Any
+    """Its scales and rotary keys, uint8 [64, bytes]."""
+    raw_full: Any
     q_landed: Any
     q_copied: Any
     q_full: Any
@@ -239,11 +246,13 @@ class MLADenseBlackwell:
         self.call, self.plan, self.interpret = call, call.plan, interpret
         self.q, self.qr = queries
         self.batch, self.rows, _ = self.q.shape
-        _, self.tokens, self.heads, _ = call.q_latent.shape
+        _, self.tokens, self.rows_per_token, _ = call.q_latent.shape
         self.buffer, self.pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
         self.view = token_rows(self.pages)
         self.row_tiles = row_tiles(self.rows)
         self.dtype = self.q.dtype
+        self.producer = ConvertingProducer if call.entry.quantised else CopyingProducer
+        self.pieces = (InterpretedLatentPieces if interpret else LatentPieces)(call.entry)
         self.softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret, tile=TCGEN05)
 
     def run(self) -> KernelResults:
@@ -259,7 +268,7 @@ class MLADenseBlackwell:
             num_threads=3,
             thread_name="wg",
             kernel_name="decode_mla",
-            scratch_types=self.scratch_types()._asdict(),
+            scratch_types={name: kind for name, kind in self.scratch_types()._asdict().items() if kind is not None},
         )(
             Operands(
                 q=self.q,
@@ -268,6 +277,7 @@ class MLADenseBlackwell:
                 block_tables=call.block_tables,
                 layer=jnp.reshape(call.layer, (1,)),
                 scale=jnp.reshape(call.scale, (1,)),
+                kv_scale=None if call.kv_scale is None else jnp.reshape(call.kv_scale, (1,)),
                 partitions=plan.partitions,
                 work_tiles=plan.work_tiles,
                 split_requests=plan.split_requests,
@@ -291,8 +301,10 @@ class MLADenseBlackwell:
 
     def scratch_types(self) -> Scratch:
         """Types of the scratch memory."""
-        dtype, copies = self.dtype, copies_per_tile(self.pages)
+        dtype, producer, copies = self.dtype, self.producer, copies_per_tile(self.pages)
         ordering = partial(plgpu.Barrier, orders_tensor_core=True)
+        converts = producer is ConvertingProducer
+        arrivals = 1 if converts else copies
         return Scratch(
             o=plgpu.TMEM((ROWS, HALF), jnp.float32),
             q_own=plgpu.TMEM((ROWS, HALF), dtype, packed=True),
@@ -300,16 +312,19 @@ class MLADenseBlackwell:
             p=plgpu.TMEM((ROWS, TILE), dtype, packed=True),
             q=swizzled(ROWS, HALF, dtype=dtype),
             qr=swizzled(ROWS, ROPE, dtype=dtype),
-            own=swizzled(OWN_STAGES, TILE, HALF, dtype=dtype),
-            parts=swizzled(PART_STAGES, TILE, PART, dtype=dtype),
+            own=swizzled(producer.own_stages, TILE, HALF, dtype=dtype),
+            parts=swizzled(producer.part_stages, TILE, PART, dtype=dtype),
+            raw_halves=plgpu.SMEM((2, TILE, HALF), jnp.uint8) if converts else None,
+            raw_rest=plgpu.SMEM((TILE, self.pieces.rest_nbytes), jnp.uint8) if converts else None,
+            raw_full=plgpu.Barrier(num_arrivals=copies, num_barriers=3) if converts else None,
             q_landed=plgpu.Barrier(),
             q_copied=ordering(),
             q_full=plgpu.Barrier(num_arrivals=2),
             q_free=plgpu.Barrier(),
-            own_full=plgpu.Barrier(num_arrivals=copies, num_barriers=OWN_STAGES),
-            own_free=ordering(num_barriers=OWN_STAGES),
-            part_full=plgpu.Barrier(num_arrivals=copies, num_barriers=PART_STAGES),
-            part_free=ordering(num_barriers=PART_STAGES),
+            own_full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=producer.own_stages),
+            own_free=ordering(num_barriers=producer.own_stages),
+            part_full=plgpu.Barrier(num_arrivals=arrivals, num_barriers=producer.part_stages),
+            part_free=ordering(num_barriers=producer.part_stages),
             s_full=ordering(),
             s_free=ordering(),
             p_full=ordering(),
@@ -321,112 +336,38 @@ class MLADenseBlackwell:
         pdl_launch_dependents(operands.split_requests, interpret=self.interpret)
         index, partition, wg = (lax.axis_index(axis) for axis in ("half", "partition", "wg"))
         half, row_tile = lax.rem(index, jnp.int32(HALVES)), lax.div(index, jnp.int32(HALVES))
-        cta = CTA(self, operands, results, named(Scratch, scratch), partition, half, row_tile * ROWS)
-        producer, multiplier, softmax = Producer(cta), Multiplier(cta), Softmax(cta)
+        cta = CTA(self, operands, results, named(Scratch, scratch), partition, row_tile * ROWS, half)
+        producer, multiplier, softmax = self.producer(cta), Multiplier(cta), Softmax(cta)
         lax.cond(wg == 0, softmax.run, lambda: lax.cond(wg == 1, multiplier.run, producer.run))
 
 
 @dataclass(frozen=True)
-class CTA:
+class CTA(tcgen05_attention.CTA):
     """What the warpgroups of a CTA share."""
 
-    kernel: MLADenseBlackwell
-    operands: Operands
-    results: KernelResults
-    scratch: Scratch
-    partition: Any
     half: Any
     """The index of its own half of the columns."""
-    first_row: Any
-    """The first row of its tile."""
-
-    @property
-    def table(self) -> PageTable:
-        """The block table."""
-        return PageTable(self.operands.block_tables, self.kernel.pages)
-
-    @property
-    def rows(self) -> pl.Slice:
-        """Its rows."""
-        return pl.ds(self.first_row, ROWS)
 
     def columns(self, half) -> pl.Slice:
         """The columns of a half."""
         return pl.ds(pl.multiple_of(half * HALF, HALF), HALF)
 
-    def load_layer(self):
-        """The layer, and whether it is in the cache."""
-        layer = self.operands.layer[0]
-        return layer, (layer >= 0) & (layer < self.kernel.pages.num_layers)
-
-    def walk(self, work_tile):
-        """Calls `work_tile(tile, used, is_first)` for each work tile, after `used` key tiles of others.
-
-        Returns how many key tiles there are.
-        """
-        first, end, tile = load_work_range(self.operands.partitions, self.partition)
-
-        def step(n, carry):
-            used, tile = carry
-            next_tile = load_work_tile(self.operands.work_tiles, n + 1)  # the loads proceed during this work tile
-            work_tile(tile, used, n == first)
-            return used + (tile.end - tile.begin), next_tile
-
-        used, _ = lax.fori_loop(first, end, step, (jnp.int32(0), tile))
-        return used
-
-    def first_token(self, tile: WorkTile, i):
-        """The position of the first token of key tile `i`."""
-        token = i * TILE
-        return token if self.kernel.call.window is None else tile.origin + token
+    def own_stage(self, used):
+        """The stage of the own half of a key tile that follows `used` others."""
+        return lax.rem(used, jnp.int32(self.kernel.producer.own_stages))
 
 
-class Producer:
-    """The warpgroup that copies queries and keys to shared memory."""
+class Producer(tcgen05_attention.Producer):
+    """The warpgroup that brings queries and keys to shared memory; the base class of one for each kind of format."""
 
-    def __init__(self, cta: CTA):
-        self.cta, self.kernel, self.scratch = cta, cta.kernel, cta.scratch
-        self.paged: PagedKeys
-        """Set by `run`, since the layer is loaded."""
+    own_stages: ClassVar[int]
+    """Own halves of key tiles that are in shared memory."""
+    part_stages: ClassVar[int]
+    """Parts of the rest of key tiles that are."""
 
-    def run(self) -> None:
-        """Walks the work tiles of the CTA."""
-        plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
-        layer, in_cache = self.cta.load_layer()
-        layer = jnp.where(in_cache, layer, 0)
-        self.paged = PagedKeys(self.cta.operands.kv, self.kernel.view, self.cta.table, layer)
-        used = self.cta.walk(self.work_tile)
-        pl.when(used > 0)(lambda: self.wait_for_last_use(used))
-
-    def work_tile(self, tile: WorkTile, used, is_first) -> None:
-        """Fetches the keys and the queries of a work tile, after `used` key tiles of others."""
-
-        def step(i, found):
-            ahead = self.look_up(tile, i + 1)  # the loads proceed while the producer waits for free stages
-            self.fetch(found, tile, i, used + (i - tile.begin))
-            pl.when(i == tile.begin)(lambda: self.fetch_queries(tile.request, is_first))
-            return ahead
-
-        lax.fori_loop(tile.begin, tile.end, step, self.look_up(tile, tile.begin))
-
-    def look_up(self, tile: WorkTile, i):
-        """The blocks of key tile `i`."""
-        return self.paged.look_up(tile.request, self.cta.first_token(tile, i))
-
-    def fetch(self, found, tile: WorkTile, i, used) -> None:
-        """Fetches key tile `i`, once its stages are free."""
-        cta, scratch, first_token = self.cta, self.scratch, self.cta.first_token(tile, i)
-        stage = lax.rem(used, jnp.int32(OWN_STAGES))
-        pl.when(used >= OWN_STAGES)(lambda: plgpu.barrier_wait(scratch.own_free.at[stage]))
-        own = Columns(cta.half * HALF, HALF, scratch.own.at[stage], scratch.own_full.at[stage])
-        self.paged.fetch(found, first_token, own)
-        for n in range(PARTS):
-            number = used * PARTS + n
-            stage = lax.rem(number, jnp.int32(PART_STAGES))
-            column = LATENT if n == 0 else (1 - cta.half) * HALF + (n - 1) * PART
-            pl.when(number >= PART_STAGES)(lambda stage=stage: plgpu.barrier_wait(scratch.part_free.at[stage]))
-            part = Columns(column, PART, scratch.parts.at[stage], scratch.part_full.at[stage])
-            self.paged.fetch(found, first_token, part)
+    def loaders(self, layer):
+        """The loader of whole keys."""
+        return [PagedKeys(self.cta.operands.kv, self.kernel.view, self.cta.table, layer)]
 
     def fetch_queries(self, request, is_first) -> None:
         """Fetches the queries of a request, once those of the work tile before are no longer needed."""
@@ -438,64 +379,131 @@ class Producer:
         plgpu.barrier_wait(scratch.q_copied)
         plgpu.copy_gmem_to_smem(other, scratch.q, scratch.q_full)
 
-    def wait_for_last_use(self, used) -> None:
-        """Waits for the last use of each stage, after `used` key tiles, and of the queries."""
-        plgpu.barrier_wait(self.scratch.q_free)
-        for free, stages, number in (
-            (self.scratch.own_free, OWN_STAGES, used),
-            (self.scratch.part_free, PART_STAGES, used * PARTS),
-        ):
-            for stage in range(stages):
-                pl.when(number > stage)(lambda barrier=free.at[stage]: plgpu.barrier_wait(barrier))
+    def rings(self, used):
+        """The barriers of the stages of own halves, and of parts."""
+        own, parts = self.scratch.own_free, self.scratch.part_free
+        return (own, self.own_stages, used), (parts, self.part_stages, used * PARTS)
 
 
-class Multiplier:
+class CopyingProducer(Producer):
+    """The producer of keys of the queries' dtype, which TMA copies to where they are multiplied.
+
+    An own half stays until it is multiplied with P, after the scores of the next key tile: two are in use, and one
+    lands.  A part is free once it is multiplied with the queries.  With one stage more than a tile has parts, its copy
+    has about the time of a whole key tile.
+    """
+
+    own_stages, part_stages = 3, 6
+
+    def start(self, tile):
+        """The blocks of the first key tile."""
+        return self.look_up(tile, tile.begin)
+
+    def fetch(self, found, tile, i, used):
+        """Starts the copies of a key tile, and returns the blocks of the next one."""
+        cta, scratch, first_token = self.cta, self.scratch, self.cta.first_token(tile, i)
+        ahead = self.look_up(tile, i + 1)  # the loads proceed while the producer waits for free stages
+        for n in range(PARTS):
+            number = used * PARTS + n
+            stage = lax.rem(number, jnp.int32(self.part_stages))
+            column = LATENT if n == 0 else (1 - cta.half) * HALF + (n - 1) * PART
+            pl.when(number >= self.part_stages)(lambda stage=stage: plgpu.barrier_wait(scratch.part_free.at[stage]))
+            part = Columns(column, PART, scratch.parts.at[stage], scratch.part_full.at[stage])
+            self.paged[0].fetch(found, first_token, part)
+        stage = cta.own_stage(used)
+        pl.when(used >= self.own_stages)(lambda: plgpu.barrier_wait(scratch.own_free.at[stage]))
+        own = Columns(cta.half * HALF, HALF, scratch.own.at[stage], scratch.own_full.at[stage])
+        self.paged[0].fetch(found, first_token, own)
+        return ahead
+
+
+class ConvertingProducer(Producer):
+    """The producer of quantised keys: TMA copies them as they are stored, and the warpgroup converts them to bf16.
+
+    A piece of the next key tile is copied as soon as the warpgroup holds this one's in registers, and a piece is
+    converted before its place is free.  The order is that in which places become free: the parts once the scores of
+    the tile before are computed, the own half once P of the one before that is multiplied with it.
+    """
+
+    own_stages, part_stages = 2, PARTS
+
+    def start(self, tile):
+        """Starts the copies of the first key tile; returns the blocks of the second one."""
+        self.copy(self.look_up(tile, tile.begin), tile, tile.begin, OTHER, OWN, REST)
+        return self.look_up(tile, tile.begin + 1)
+
+    def copy(self, found, tile: WorkTile, i, *pieces: int) -> None:
+        """Starts the copies of pieces of key tile `i`, as they are stored."""
+        half, halves, rest = self.cta.half, self.scratch.raw_halves, self.scratch.raw_rest
+        columns = {
+            OTHER: ((1 - half) * HALF, HALF, halves.at[OTHER]),
+            OWN: (half * HALF, HALF, halves.at[OWN]),
+            REST: (LATENT, rest.shape[1], rest),
+        }
+        parts = [Columns(*columns[piece], self.scratch.raw_full.at[piece]) for piece in pieces]
+        self.paged[0].fetch(found, self.cta.first_token(tile, i), *parts)
+
+    def fetch(self, found, tile, i, used):
+        """Converts a key tile, and starts the copies of the next one; returns the blocks of the one after that."""
+        cta, scratch, pieces = self.cta, self.scratch, self.kernel.pieces
+        ahead = self.look_up(tile, i + 2)
+
+        def copy_next(*which):
+            plgpu.commit_smem()  # all warps have loaded what TMA overwrites
+            pl.when(i + 1 < tile.end)(lambda: self.copy(found, tile, i + 1, *which))
+
+        plgpu.barrier_wait(scratch.raw_full.at[REST])
+        plgpu.barrier_wait(scratch.raw_full.at[OTHER])
+        rope = pieces.load_rope(scratch.raw_rest)
+        other = pieces.load_half(scratch.raw_halves, scratch.raw_rest, OTHER, 1 - cta.half)
+        copy_next(OTHER)
+        for n in range(PARTS):  # part n of each key tile is in stage n
+            pl.when(used > 0)(lambda n=n: plgpu.barrier_wait(scratch.part_free.at[n]))
+        pieces.store_parts(scratch.parts, rope, other)
+        plgpu.commit_smem()
+        for n in range(PARTS):
+            plgpu.barrier_arrive(scratch.part_full.at[n])
+        plgpu.barrier_wait(scratch.raw_full.at[OWN])
+        own = pieces.load_half(scratch.raw_halves, scratch.raw_rest, OWN, cta.half)
+        copy_next(OWN, REST)
+        stage = cta.own_stage(used)
+        pl.when(used >= self.own_stages)(lambda: plgpu.barrier_wait(scratch.own_free.at[stage]))
+        pieces.store_half(scratch.own, stage, own)
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(scratch.own_full.at[stage])
+        return ahead
+
+
+class Multiplier(tcgen05_attention.Multiplier):
     """The warpgroup that issues all products."""
 
-    def __init__(self, cta: CTA):
-        self.cta, self.scratch = cta, cta.scratch
-
-    def run(self) -> None:
-        """Walks the work tiles of the CTA."""
-        plgpu.set_max_registers(OTHER_REGISTERS, action="decrease")
-        used = self.cta.walk(self.work_tile)
-        pl.when(used > 0)(lambda: plgpu.barrier_wait(self.scratch.s_free))
-
-    def work_tile(self, tile: WorkTile, used, is_first) -> None:
-        """Issues the products of a work tile, after `used` key tiles of others."""
-        del is_first
+    def prepare_queries(self) -> None:
+        """Copies the own half of the queries to tensor memory."""
         scratch = self.scratch
         plgpu.barrier_wait(scratch.q_landed)
         plgpu.async_copy_smem_to_tmem(scratch.q, scratch.q_own)
         plgpu.tcgen05_commit_arrive(scratch.q_copied)
 
-        def step(i, _):
-            number = used + (i - tile.begin)
-            pl.when(i < tile.end)(lambda: self.multiply_queries(number, i == tile.begin))
-            pl.when(i > tile.begin)(lambda: self.add_values(number - 1, i - 1 > tile.begin))
-
-        lax.fori_loop(tile.begin, tile.end + 1, step, None)
-
     def multiply_queries(self, used, is_first) -> None:
-        """S = Q K' for the key tile that follows `used` others; `is_first`: in its work tile."""
+        """S = Q K'."""
         scratch = self.scratch
         pl.when(used > 0)(lambda: plgpu.barrier_wait(scratch.s_free))
-        stage = lax.rem(used, jnp.int32(OWN_STAGES))
-        plgpu.barrier_wait(scratch.own_full.at[stage])
-        plgpu.tcgen05_mma(scratch.s, scratch.q_own, scratch.own.at[stage].transpose((1, 0)), accumulate=False)
         pl.when(is_first)(lambda: plgpu.barrier_wait(scratch.q_full))
         for n in range(PARTS):
-            stage = lax.rem(used * PARTS + n, jnp.int32(PART_STAGES))
+            stage = lax.rem(used * PARTS + n, jnp.int32(self.kernel.producer.part_stages))
             plgpu.barrier_wait(scratch.part_full.at[stage])
             q = scratch.qr if n == 0 else scratch.q.at[:, pl.ds((n - 1) * PART, PART)]
             part, free = scratch.parts.at[stage].transpose((1, 0)), scratch.part_free.at[stage]
-            plgpu.tcgen05_mma(scratch.s, q, part, free, accumulate=True)
+            plgpu.tcgen05_mma(scratch.s, q, part, free, accumulate=n > 0)
+        stage = self.cta.own_stage(used)
+        plgpu.barrier_wait(scratch.own_full.at[stage])
+        plgpu.tcgen05_mma(scratch.s, scratch.q_own, scratch.own.at[stage].transpose((1, 0)), accumulate=True)
         plgpu.tcgen05_commit_arrive(scratch.s_full)
 
     def add_values(self, used, accumulate) -> None:
-        """O = P V, or with `accumulate` O += P V, for the key tile that follows `used` others."""
+        """O = P V, or O += P V."""
         scratch = self.scratch
-        stage = lax.rem(used, jnp.int32(OWN_STAGES))
+        stage = self.cta.own_stage(used)
         plgpu.barrier_wait(scratch.p_full)
         plgpu.tcgen05_mma(
             scratch.o, scratch.p, scratch.own.at[stage], scratch.own_free.at[stage], accumulate=accumulate
@@ -503,108 +511,35 @@ class Multiplier:
         plgpu.tcgen05_commit_arrive(scratch.o_full)
 
 
-class Softmax:
+class Softmax(tcgen05_attention.Softmax):
     """The warpgroup that turns scores into weights, rescales sums, and stores results."""
 
-    def __init__(self, cta: CTA):
-        self.cta, self.kernel, self.scratch, self.softmax = cta, cta.kernel, cta.scratch, cta.kernel.softmax
-        # Set by `run`, since they are loaded.
-        self.scale: Any
-        self.in_cache: Any
+    value_scale: Any = None
+    """The scale of all entries, if they have one."""
 
-    def run(self) -> None:
-        """Walks the work tiles of the CTA."""
-        plgpu.set_max_registers(SOFTMAX_REGISTERS, action="increase")
-        self.scale = self.cta.operands.scale[0] * LOG2E
-        _, self.in_cache = self.cta.load_layer()
-        self.cta.walk(self.work_tile)
+    def load_scale(self):
+        """The factor of the scores, which the scale of the entries is part of."""
+        scale, kv_scale = super().load_scale(), self.cta.operands.kv_scale
+        if kv_scale is None:
+            return scale
+        self.value_scale = kv_scale[0]
+        return scale * self.value_scale
 
-    def work_tile(self, tile: WorkTile, used, is_first) -> None:
-        """Attends to the keys of a work tile, after `used` key tiles of others, and stores the result."""
-        del is_first
-        ends, unmasked = masks.seen_tokens(tile, self.in_cache, TILE, self.kernel.call.window)
+    @property
+    def values(self):
+        """The own halves of keys."""
+        return self.scratch.own
 
-        def step(i, carry):
-            return self.key_tile(tile, ends, i, used + (i - tile.begin), masks.is_masked(unmasked, i), *carry)
-
-        start = self.softmax.empty_max(ROWS), filled(TCGEN05, 0, ROWS, LANE_COLUMNS)
-        running_max, row_sum = lax.fori_loop(tile.begin, tile.end, step, start)
-        plgpu.barrier_wait(self.scratch.o_full)
-        self.store(tile, running_max, row_sum)
-        plgpu.barrier_arrive(self.scratch.q_free)
-
-    def key_tile(self, tile: WorkTile, ends: masks.Ends, i, used, masked, old_max, row_sum):
-        """The weights of a key tile: the column of this warpgroup in the timeline."""
-        scratch, softmax = self.scratch, self.softmax
-        s = self.scores(tile, ends, i, masked)
-        running_max = softmax.update_max(s, old_max)
-        weights = softmax.weights(s, running_max)
-        (row_sum,) = softmax.rescale(old_max, running_max, row_sum)
-        row_sum += fold_columns(jnp.add, weights)
-
-        # Accesses to tensor memory are waited for by the whole warpgroup, so all of its warps take the same branch.
-        raised = any_positive(running_max - old_max, interpret=self.kernel.interpret, warpgroup=True, tile=TCGEN05)
-        has_sums = i > tile.begin
-        pl.when(has_sums)(lambda: plgpu.barrier_wait(scratch.o_full))
-        pl.when(raised & has_sums)(lambda: self.rescale_sums(jnp.exp2(old_max - running_max)))
-        pl.when(masked)(lambda: self.clear_values(tile, ends, i, used))
-        plgpu.async_store_tmem(scratch.p, weights.astype(self.kernel.dtype))
-        plgpu.commit_tmem()
-        plgpu.barrier_arrive(scratch.p_full)
-        return running_max, row_sum
-
-    def scores(self, tile: WorkTile, ends: masks.Ends, i, masked):
-        """S of key tile `i` in registers: scaled, capped and masked."""
-        call, scratch = self.kernel.call, self.scratch
-        plgpu.barrier_wait(scratch.s_full)
-        s = plgpu.async_load_tmem(scratch.s, layout=TCGEN05)
-        plgpu.wait_load_tmem()
-        plgpu.barrier_arrive(scratch.s_free)
-        s *= self.scale
-        if call.logit_cap is not None:
-            s = cap_scores(s, call.logit_cap)
-        mask = partial(
-            masks.apply_mask,
-            table=self.cta.table,
-            request=tile.request,
-            first_row=self.cta.first_row,
-            ends=ends,
-            tokens=self.kernel.tokens,
-            first_token=self.cta.first_token(tile, i),
-            heads=self.kernel.heads,
-            keys=1,
-            window=call.window,
-            ahead=call.ahead,
-            tile=TCGEN05,
-        )
-        return lax.cond(masked, mask, lambda s: s, s)
-
-    def clear_values(self, tile: WorkTile, ends: masks.Ends, i, used) -> None:
-        """Zeroes the values of unseen tokens of key tile `i`, which follows `used` others, in its own half."""
-        stage = lax.rem(used, jnp.int32(OWN_STAGES))
-        first_seen = masks.first_seen(ends, self.kernel.tokens, self.kernel.call.window)
-        masks.clear_values(
-            self.scratch.own, (stage,), 0, HALF, self.cta.table, tile.request, self.cta.first_token(tile, i), ends.seen,
-            first_seen=first_seen, interpret=self.kernel.interpret,
-        )  # fmt: skip
-
-    def sums(self) -> Iterator[tuple[pl.Slice, Any]]:
-        """Yields columns of O, and their sums in registers.  The loads have completed after `wait_load_tmem`."""
-        for first in range(0, HALF, O_COLUMNS):
-            columns = pl.ds(first, O_COLUMNS)
-            yield columns, plgpu.async_load_tmem(self.scratch.o.at[:, columns], layout=TCGEN05)
-
-    def rescale_sums(self, factor) -> None:
-        """Multiplies each row of O by a factor."""
-        for columns, x in self.sums():
-            plgpu.wait_load_tmem()
-            plgpu.async_store_tmem(self.scratch.o.at[:, columns], x * over_columns(factor, O_COLUMNS))
-        plgpu.commit_tmem()
+    def value_stage(self, used):
+        """Their stage."""
+        return self.cta.own_stage(used)
 
     def store(self, tile: WorkTile, running_max, row_sum) -> None:
         """Stores the results of a work tile, by way of the place of its queries."""
         cta, refs, staged = self.cta, self.cta.results, self.scratch.q
         inverse, lse = self.softmax.finalize(row_sum.sum(axis=1), running_max)
+        if self.value_scale is not None:
+            inverse *= self.value_scale
 
         def store_values(factor, dtype, to, place):
             for columns, x in self.sums():
@@ -621,10 +556,7 @@ class Softmax:
 
         @pl.when(tile.split >= 0)
         def _():
-            magnitude = jnp.zeros_like(inverse)
-            for _, x in self.sums():
-                magnitude = jnp.maximum(magnitude, jnp.abs(x).max(axis=1))
-            magnitude = split_scale(magnitude)
+            magnitude = self.split_scales()
             store_values(1 / magnitude, SPLIT_DTYPE, refs.split_out, tile.split)
             store(refs.split_scale.at[tile.split, cta.half, cta.rows], magnitude * inverse)
             pl.when(cta.half == 0)(lambda: store(refs.split_lse.at[tile.split, cta.rows], lse))

@@ -7,6 +7,8 @@ banks.  As float16, the 128-byte swizzle spreads the even (or odd) chunks of an 
 those of an odd row over the other half.
 """
 
+from collections.abc import Iterator
+
 from jax.experimental.mosaic import gpu as mgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import arith
@@ -47,38 +49,52 @@ def load_half(raw, offset: int) -> list[list[ir.Value]]:
     row = arith.addi(arith.muli(lane.warp, c32(WARP_ROWS)), lane.odd)
     chunk = arith.addi(arith.shli(lane.column_tile, c32(2)), lane.chunk)
     start = at(mgpu.utils.memref_ptr(raw), _sum(arith.muli(row, c32(HALF)), arith.shli(chunk, c32(4))))
-    return [_load(start, offset + 2 * n * HALF) for n in range(WARP_ROWS // 2)]
+    return [load_chunk(start, offset + 2 * n * HALF) for n in range(WARP_ROWS // 2)]
 
 
 def store_half(into, offset: int, chunks: list[list[ir.Value]]) -> None:
     """Stores what `load_half` returned as float16 to a swizzled [64, 256] tile at `offset`."""
+    for (place, at_row), chunk in zip(places_of_half(COLUMN_TILE, HALF // 64 * COLUMN_TILE), chunks, strict=True):
+        _store_converted(into, place, offset + at_row, chunk)
+
+
+def places_of_half(column_nbytes: int, row_nbytes: int) -> Iterator[tuple[ir.Value, int]]:
+    """Where the lane's chunks of `load_half` belong as 16-bit values: the place in a row, and bytes to be added.
+
+    From a swizzled tile of 8 rows by 64 columns to the next are `column_nbytes` in the row, and `row_nbytes` to the
+    next row.
+    """
     lane = Lane()
-    row_tile = HALF // 64 * COLUMN_TILE
     start = _sum(
-        arith.muli(lane.warp, c32(2 * row_tile)),
-        arith.muli(lane.column_tile, c32(COLUMN_TILE)),
+        arith.muli(lane.warp, c32(2 * row_nbytes)),
+        arith.muli(lane.column_tile, c32(column_nbytes)),
         _in_row(lane, lane.odd),
     )
-    for n, chunk in enumerate(chunks):
+    for n in range(WARP_ROWS // 2):
         # Rows 2n and 2n + 1: bits 1 and 2 of the row are XORed into the chunk as well.
         in_tile, pair = divmod(n, 4)
-        _store_converted(into, arith.xori(start, c32(pair * 32)), offset + in_tile * row_tile + pair * 256, chunk)
+        yield arith.xori(start, c32(pair * 32)), in_tile * row_nbytes + pair * 256
 
 
 def load_rope(raw, offset: int) -> list[list[ir.Value]]:
     """The lane's chunks of [64, 64] bytes at `offset`: one per eight of its warp's rows."""
     lane = Lane()
     start = at(mgpu.utils.memref_ptr(raw), _sum(arith.shli(lane.warp, c32(10)), arith.shli(lane.lane, c32(4))))
-    return [_load(start, offset + n * 8 * 64) for n in range(WARP_ROWS // 8)]
+    return [load_chunk(start, offset + n * 8 * 64) for n in range(WARP_ROWS // 8)]
 
 
 def store_rope(into, offset: int, chunks: list[list[ir.Value]]) -> None:
     """Stores what `load_rope` returned as float16 to a swizzled [64, 64] tile at `offset`."""
-    lane = Lane()
-    row = _sum(arith.shli(lane.phase, c32(1)), lane.odd)
-    start = _sum(arith.muli(lane.warp, c32(2 * COLUMN_TILE)), _in_row(lane, row))
+    start = place_of_rope()
     for n, chunk in enumerate(chunks):
         _store_converted(into, start, offset + n * COLUMN_TILE, chunk)
+
+
+def place_of_rope() -> ir.Value:
+    """Where the lane's first chunk of `load_rope` belongs as 16-bit values; the next is COLUMN_TILE bytes further."""
+    lane = Lane()
+    row = _sum(arith.shli(lane.phase, c32(1)), lane.odd)
+    return _sum(arith.muli(lane.warp, c32(2 * COLUMN_TILE)), _in_row(lane, row))
 
 
 def _in_row(lane: Lane, row) -> ir.Value:
@@ -86,14 +102,20 @@ def _in_row(lane: Lane, row) -> ir.Value:
     return _sum(arith.shli(row, c32(7)), arith.shli(arith.xori(arith.shli(lane.chunk, c32(1)), row), c32(4)))
 
 
-def _load(start, offset: int) -> list[ir.Value]:
+def load_chunk(start, offset: int) -> list[ir.Value]:
+    """The words of 16 bytes of shared memory."""
     return list(ptx(LOAD_SHARED.format(offset=offset), start, result_types=[i32()] * 4, has_side_effects=True))
 
 
 def _store_converted(into, place, offset: int, chunk: list[ir.Value]) -> None:
     """Stores 16 e4m3 values to the chunk at `place` and to its neighbour."""
     values = [value for word in chunk for value in ptx(E4M3_TO_F16, word, result_types=[i32()] * 2)]
-    for swap, four in ((0, values[:4]), (16, values[4:])):
+    store_chunks(into, place, offset, values)
+
+
+def store_chunks(into, place, offset: int, words: list[ir.Value]) -> None:
+    """Stores eight words to the chunk at `place` and to its neighbour."""
+    for swap, four in ((0, words[:4]), (16, words[4:])):
         start = arith.xori(place, c32(swap)) if swap else place
         ptx(STORE_SHARED.format(offset=offset), at(mgpu.utils.memref_ptr(into), start), *four)
 
