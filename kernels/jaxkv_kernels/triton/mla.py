@@ -106,8 +106,9 @@ def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
       3.9).  fp8 takes 92 KiB and 192 to 196 registers with tiles of 64 keys, each of half as many bytes.
     - More rows on sm_90: tiles of 64 rows and 64 keys.  The queries (72 KiB) and two tiles of keys (72 KiB each) take
       216 KiB, and the results 128 registers per thread of 8 warps.  fp8 and fp8_ds_mla have one tile of raw bytes and
-      one that is converted: 180 and 193 KiB.  When `scores_once` was introduced, 128 requests of 4,096 tokens with 128
-      heads took 0.436 ms on an H200 instead of 0.628 in bf16, and 64 of them 0.316 instead of 0.359 in fp8.
+      one that is converted: 180 and 193 KiB.  64 requests of 4,096 tokens with 128 heads take 0.191 ms on an H200 in
+      bf16, with columns in tiles of 64; 0.206 with 128, 0.222 with 256, and 0.322 without `scores_once`.  They take
+      0.282 in fp8 and 0.281 in fp8_ds_mla, instead of 0.359 and 0.355.
     - Rotary parts that are summed as well: they are one tile more, of as many columns as the tiles of latents have.
     - AMD GPUs: nobody has measured these sizes.  With 16 or 32 rows, 16 keys and 4 wavefronts, the tiles of every
       format take at most 8 KiB of the 64 KiB of shared memory of gfx942, and 242 to 467 of its 512 registers per lane.
@@ -145,7 +146,7 @@ def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
         return LatentConfig(
             rows=size,
             keys=64,
-            columns=columns,
+            columns=64 if once and not quantized else columns,
             warps=8,
             stages=3 if quantized and not once else 2,
             programs_per_sm=1,
