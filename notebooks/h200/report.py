@@ -328,6 +328,20 @@ def hot_rows() -> str:
     return "\n".join([*lines, "", workload])
 
 
+def delta_rule() -> str:
+    """Decode steps of recurrent layers, beside a copy of their states."""
+    found = read("delta_rule.json")
+    heads, channels = (
+        f"{row['ms']:.3f} ms, which is {1 / row['memory_fraction']:.2f} times a copy of the {row['megabytes']:.0f} MB"
+        for row in found["rows"]
+    )
+    return _paragraph(
+        f"For one token of each of {found['rows'][0]['requests']} requests, `jaxkv.decode_delta_rule` takes {heads} "
+        f"that a layer of Qwen3-Next's sizes reads and writes; of Kimi Linear's sizes, {channels} ({found['device']}, "
+        f"{found['date']}, jax {found['versions']['jax']})."
+    )
+
+
 def several_gpus() -> str:
     """A step of a model on two GPUs, by kinds of kernels."""
     found = read("models_and_offload.json")["several_gpus"]
@@ -342,13 +356,14 @@ def several_gpus() -> str:
 
 def engines() -> str:
     """A Markdown table of the engine's times beside those of vLLM's."""
-    vllm, own, warm = (read(f"{name}.json", "h100") for name in ("engine_vllm", "engine", "engine_warm"))
+    names = "engine_vllm", "engine_cold", "engine_decode", "engine"
+    vllm, cold, decode, own = (read(f"{name}.json") for name in names)
     (first,), (their_first,) = own["first_token"], vllm["first_token"]
-    (arrivals,), (their_arrivals,) = warm["arrivals"], vllm["arrivals"]
-    (cold,), (later,), (their_start,) = own["start"], warm["start"], vllm["start"]
+    (arrivals,), (their_arrivals,) = own["arrivals"], vllm["arrivals"]
+    (first_start,), (later,), (their_start,) = cold["start"], own["start"], vllm["start"]
     rates, their_rates = ([row["tokens_per_s"] for row in found["at_once"]] for found in (own, vllm))
     requests, tokens = own["at_once"][0]["requests"], own["at_once"][0]["tokens"]
-    steps = {row["requests"]: row["ms"] for row in own["step"]}
+    steps = {row["requests"]: row["ms"] for row in decode["step"]}
 
     def ratio(mine: float, theirs: float) -> str:
         return f"{mine / theirs:.2f}"
@@ -365,7 +380,7 @@ def engines() -> str:
                 f"{mine['ms']:.2f} ({steps[mine['requests']]:.2f})",
                 ratio(mine["ms"], theirs["ms"]),
             )
-            for mine, theirs in zip(own["decode"], vllm["decode"], strict=True)
+            for mine, theirs in zip(decode["decode"], vllm["decode"], strict=True)
         ),
         (
             f"first token of a prompt of {first['prompt']}, of an idle engine: ms",
@@ -390,36 +405,16 @@ def engines() -> str:
         (
             "start, with the making of random weights: s to the first token (to all programs)",
             f"{their_start['first_token_s']:.0f}",
-            f"{started(cold)}; with a compilation cache {started(later)}",
-            ratio(cold["weights_s"] + cold["first_token_s"], their_start["first_token_s"]),
+            f"{started(first_start)}; with a compilation cache {started(later)}",
+            ratio(first_start["weights_s"] + first_start["first_token_s"], their_start["first_token_s"]),
         ),
     ]
     title = _paragraph(
-        f"DeepSeek-V2-Lite's size with random weights, on one {own['device']}, {own['date']}; vLLM "
-        f"{vllm['versions']['vllm']} and right after it jaxkv with jax {own['versions']['jax']}: `{own['command']}`."
+        f"DeepSeek-V2-Lite's size with random weights, on one {own['device']}, {own['date']}, in one hour; vLLM "
+        f"{vllm['versions']['vllm']} and jaxkv with jax {own['versions']['jax']} by `notebooks/time_engines.py`."
     )
     heading = ["| | vLLM | jaxkv | ratio |", "|---|---|---|---|"]
     return "\n".join([title, "", *heading, *(f"| {' | '.join(cells)} |" for cells in lines)])
-
-
-def engines_h200() -> str:
-    """Both engines with 640 requests at once, and jaxkv's alone, on one H200."""
-    vllm, own = (read(f"{name}.json") for name in ("engine_vllm", "engine"))
-    rates, theirs = ([row["tokens_per_s"] for row in found["at_once"]] for found in (own, vllm))
-    (first,), steps = own["first_token"], {row["requests"]: row["ms"] for row in own["step"]}
-    alone = ", ".join(
-        f"{row['ms']:.2f} with {row['requests']} (the step alone: {steps[row['requests']]:.2f})"
-        for row in own["decode"]
-    )
-    return _paragraph(
-        f"On one {own['device']}, {own['date']}, with jax {own['versions']['jax']} and a compilation cache, the same "
-        f"{own['at_once'][0]['requests']} requests at once take {vllm['at_once'][0]['seconds']:.1f} s in vLLM "
-        f"{vllm['versions']['vllm']} and {' and '.join(f'{row["seconds"]:.1f}' for row in own['at_once'])} s here, in "
-        f"the same hour: {max(theirs):,.0f} tokens/s, and {' and '.join(f'{rate:,.0f}' for rate in rates)}, which is "
-        f"{min(rates) / max(theirs):.2f} times as many or more. The first token of a prompt of {first['prompt']} comes "
-        f"after {first['ms']:.1f} ms. Milliseconds per token: {alone}. With one request, the host took longer than the "
-        "step."
-    )
 
 
 def server() -> str:
@@ -506,12 +501,12 @@ TABLES: dict[str, Callable[[], str]] = {
     "ceilings": ceilings,
     "quantised": quantised,
     "models": models,
+    "delta_rule": delta_rule,
     "steps": steps,
     "concurrent_steps": concurrent_steps,
     "chain": chain,
     "several_gpus": several_gpus,
     "engines": engines,
-    "engines_h200": engines_h200,
     "server": server,
     "expanded": expanded,
     "hot_rows": hot_rows,

@@ -43,7 +43,10 @@ CHANNELS, WARPS = 512, 4
 
 @dataclass(frozen=True)
 class DeltaRuleConfig:
-    """The tiles of `advance`.  The defaults have not been compared with others on a GPU.
+    """The tiles of `advance`.
+
+    With the defaults, 64 requests with Qwen3-Next's sizes take 0.075 ms on an H200 (`advance` alone), where a copy of
+    their states takes 0.066.  No others have been timed.
 
     Raises:
       ValueError: a number is not a power of two.
