@@ -147,8 +147,8 @@ def decode_delta_rule(
     if data_checks.checking():
         data_checks.check_read_apart("read_slots", read_slots, write_slots)
     arrays: dict[str, Any] = {"x": x, "decay": decay, "rate": rate, "conv_weight": conv_weight}
-    slots = {"read_slots": read_slots, "write_slots": write_slots}
-    out, buffer = run(calls.DecodeDeltaRule(**entries_of(cache), **arrays, **slots, layer=layer), implementation)
+    arrays |= {"read_slots": read_slots, "write_slots": write_slots}
+    out, buffer = run(calls.DecodeDeltaRule(**entries_of(cache), **arrays, layer=layer), implementation)
     return out, KVCache(buffer, cache.layout)
 
 
