@@ -143,7 +143,10 @@ class Program:
 
 
 def _divided(result) -> tuple[Any, Any]:
-    """The result of a call without the cache, or None if it is only that, and the cache that it wrote, or None."""
+    """Divides the result of a call into the cache that it has written and the rest, which comes first.
+
+    Either is None if there is none.
+    """
     if isinstance(result, jaxkv.KVCache):
         return None, result
     wrote = isinstance(result, tuple) and isinstance(result[-1], jaxkv.KVCache)

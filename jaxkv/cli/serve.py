@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-num-batched-tokens", type=positive, metavar="N", help=text)
     text = "blocks of the cache; default: as many as 90 %% of the GPU's memory hold, or 256 on CPUs"
     parser.add_argument("--blocks", type=positive, metavar="N", help=text)
-    text = "keep the latents of sparse attention (DeepSeek V3.2, GLM-5) in host memory, where --blocks must fit"
+    text = "keep the latents of sparse attention (DeepSeek V3.2, GLM-5) in host memory; needs --blocks"
     parser.add_argument("--host-latents", action="store_true", help=text)
     text = "prompts that wait while the engine runs as many as it can (1024); further ones get the status 429"
     parser.add_argument("--max-queued", type=integer(0), default=1024, metavar="N", help=text)

@@ -16,6 +16,7 @@ from jaxkv.models.batch import Batch, joined
 from jaxkv.models.families import FAMILIES
 from jaxkv.models.layers.linear import product, rms_norm
 from jaxkv.models.model import Model
+from jaxkv.models.split_cache import SplitCache
 
 
 class NewTokens(NamedTuple):
@@ -41,7 +42,7 @@ def step(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KVCache, ja
 
     Args:
       model: from `load`.
-      cache: from `model.cache`; donate it.
+      cache: from `model.cache`, or a `SplitCache` with the `places` of these batches; donate it.
       *batches: one or more; their B and Q may differ.
 
     Returns:
@@ -117,6 +118,10 @@ def hidden_states(model: Model, cache: KVCache, *batches: NewTokens) -> tuple[KV
 def _forward(layers, model: Model, cache: Any, batches: Sequence[NewTokens]) -> Any:
     """Checks the batches, and runs `layers`, which is `_layers` or `_last_tokens`, on each device."""
     model.check_cache(cache)
+    if isinstance(cache, SplitCache) and len(cache.places) != len(batches):
+        raise ValueError(
+            f"`cache` has {len(cache.places)} `places`, and there are {len(batches)} batches: expected one for each"
+        )
     tables = [_tables(model, batch.block_tables) for batch in batches]
     for name in model.tables:
         widths = {held[name].shape[-1] for held in tables}

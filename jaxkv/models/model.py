@@ -13,7 +13,7 @@ from jaxkv.layout.packed import Group, PackedLayout
 from jaxkv.models import cache_groups
 from jaxkv.models.config import GQA, CompressedAttention, DeltaNet, Indexer, ModelConfig
 from jaxkv.models.parallel.base import OneDevice, Parallel
-from jaxkv.models.split_cache import SplitCache
+from jaxkv.models.split_cache import SplitCache, SplitLayouts
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 
 STATE = "state"
@@ -129,10 +129,10 @@ class Model:
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "order": order, "shards": self.parallel.shards}
         return PackedLayout(groups=groups, **sizes)  # type: ignore[arg-type]
 
-    def split_layouts(self, num_blocks: int, block_size: int | None = None) -> dict[str, CacheLayout]:
-        """The layouts "latent" and "indexer" of a `SplitCache`, each in memory of its own.
+    def split_layouts(self, num_blocks: int, block_size: int | None = None) -> SplitLayouts:
+        """The layouts of a `SplitCache`, whose latents are in host memory and the indexer's keys on the device.
 
-        The latents are in host memory, and the indexer's keys on the device.  ValueError unless the model has latent
+        ValueError unless the model has latent
         attention with an indexer.
         """
         if self.config.indexer is None:
@@ -142,12 +142,11 @@ class Model:
             )
         block_size = self.usual_block_size if block_size is None else block_size
         packed = self.packed_layout(self.config.indexer, num_blocks, block_size)
-        return {
-            name: CacheLayout(
-                num_layers=group.num_layers, num_blocks=num_blocks, block_size=block_size, entry=group.entry
-            )
-            for name, group in packed.groups.items()
-        }
+        latents, keys = (
+            CacheLayout(num_layers=group.num_layers, num_blocks=num_blocks, block_size=block_size, entry=group.entry)
+            for group in (packed.groups["latent"], packed.groups["indexer"])
+        )
+        return SplitLayouts(latents, keys)
 
     def layout_with_states(
         self, recurrent: DeltaNet, num_blocks: int, block_size: int, order: str = "BLNHC"
@@ -274,7 +273,7 @@ class Model:
         cache must have its packed layout.
         """
         if isinstance(cache, SplitCache):
-            found = {"latent": cache.hot.host, "indexer": cache.keys.layout}
+            found = SplitLayouts(cache.hot.host, cache.keys.layout)
             expected = self.split_layouts(cache.layout.num_blocks, cache.layout.block_size)
             if found != expected:
                 raise ValueError(

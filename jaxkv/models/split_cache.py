@@ -25,6 +25,13 @@ from jaxkv.ops.slots import slots_for
 from jaxkv.ops.writes import write_mla
 
 
+class SplitLayouts(NamedTuple):
+    """The layouts of the two parts of a `SplitCache`, each in memory of its own."""
+
+    latents: CacheLayout
+    keys: CacheLayout
+
+
 class Staging(NamedTuple):
     """The blocks that chunks of prompts attend to; NumPy arrays on the host, JAX arrays inside a program."""
 
@@ -125,7 +132,7 @@ class SplitCache:
         return replace(self, staged=staged, hot=self.hot.store(staged, slots, host_slots, **copied))
 
     def find(self, place, block_tables, positions, *, layer, implementation=None) -> "Latents":
-        """Makes the tokens available on the device to which new tokens attend; the new ones are stored already.
+        """Copies the tokens that new tokens attend to to the device.  `write` must have stored the new ones.
 
         Args:
           place: as in `write`.
@@ -141,7 +148,7 @@ class SplitCache:
         return Latents(replace(self, hot=hot), hot.cache, slots.at[place].get(mode="fill", fill_value=-1), layer)
 
     def _of_all(self, requests, x) -> jax.Array:
-        """An array with a row for each request of `hot`, of the rows x [B, ...] of some; the others are -1."""
+        """Rows x [B, ...] of some requests, as an array with a row for each request of `hot`; the others are -1."""
         return jnp.full((self.hot.num_requests, *x.shape[1:]), -1, x.dtype).at[requests].set(x, mode="drop")
 
     def forget(self, request) -> Self:
@@ -160,6 +167,7 @@ class SplitCache:
         keys, host = copy_blocks(self.keys, source, target, implementation=implementation), self.hot.host
         slots = jnp.arange(host.block_size, dtype=jnp.int32)
         here, there = (slots_for(block[None], slots[None], host)[0] for block in (source, target))
+        there = jnp.where(here >= 0, there, -1)
 
         def of_layer(layer, cache: SplitCache) -> SplitCache:
             options = {"layer": 0, "host_layer": layer, "implementation": implementation}
@@ -173,8 +181,8 @@ class Latents(NamedTuple):
     """Latents on the device."""
 
     cache: SplitCache
-    """The cache that has found them."""
-    held: KVCache
+    """The `SplitCache` after they have been copied."""
+    on_device: KVCache
     """The cache that holds them."""
     slots: jax.Array
     """int32 [B, Q, K], their slots in it; -1 where masked."""

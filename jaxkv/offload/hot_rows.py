@@ -180,7 +180,7 @@ class HotRows:
           block_tables: int32 [B, M], the blocks of each request in host memory.
           layer: int, or traced int32 scalar.
           kv_scale: as in `jaxkv.write_mla`.
-          implementation: as in `fetch`; `jaxkv.write_mla` always chooses the best.
+          implementation: as in `fetch`.
 
         Raises:
           ValueError: a shape, dtype, static layer or scale is wrong.
@@ -188,9 +188,10 @@ class HotRows:
         dims = self._dims()
         dims.check_ints("positions", positions, "B Q")
         new, slots = self._fetch(dims, positions, block_tables, layer, implementation, copied=False)
-        cache = write_mla(new.cache, kv_c, k_pe, slots.reshape(-1), layer=layer, kv_scale=kv_scale)
+        options = {"layer": layer, "implementation": implementation}
+        cache = write_mla(new.cache, kv_c, k_pe, slots.reshape(-1), kv_scale=kv_scale, **options)
         host_slots = slots_for(block_tables, positions, self.host)
-        places = {"layer": layer, "host_layer": layer, "implementation": implementation}
+        places = {"host_layer": layer, **options}
         return replace(new, cache=cache).store(cache, slots.reshape(-1), host_slots.reshape(-1), **places)
 
     def load(self, cache: KVCache, slots, host_slots, *, layer, host_layer, implementation=None) -> KVCache:

@@ -16,7 +16,7 @@ from jaxkv import models
 from jaxkv.server.app import Limits, Server
 from jaxkv.server.client import EngineEnded
 from jaxkv.server.engine_process import EngineProcess
-from jaxkv.serving import Engine
+from jaxkv.serving import Engine, HostLatents
 from jaxkv.terminal.formatting import counted, size
 from jaxkv.terminal.memory import device_memory, nbytes, require_memory
 from jaxkv.terminal.progress import progress
@@ -40,9 +40,15 @@ def make_engine(folder: Path, *, num_blocks: int | None, sizes: dict[str, Any], 
       sizes: other sizes of the engine.
       options: of `jaxkv.models.load`.
     """
+    latents: HostLatents | None = sizes.get("host_latents")
+    if latents is not None and num_blocks is None:
+        raise ValueError(
+            "--blocks is not given: expected a number with --host-latents, because the memory of the host has no "
+            "default for it"
+        )
     model = models.load(folder, **options, progress=partial(progress, what="loading"))
-    if sizes.get("host_latents") is not None:
-        return _with_host_latents(model, num_blocks, sizes)
+    if latents is not None and num_blocks is not None:
+        return _with_host_latents(model, latents, num_blocks, sizes)
     one, two = (nbytes(jax.eval_shape(lambda n=n: model.cache(n))) for n in (1, 2))
     weights, device = nbytes(model.params), jax.devices()[0]
     if num_blocks is None:
@@ -52,14 +58,11 @@ def make_engine(folder: Path, *, num_blocks: int | None, sizes: dict[str, Any], 
     return _warm(Engine(model, num_blocks=num_blocks, **sizes))
 
 
-def _with_host_latents(model: models.Model, num_blocks: int | None, sizes: dict[str, Any]) -> Engine:
-    """The same, with latents in host memory."""
-    if num_blocks is None:
-        raise ValueError("--host-latents needs --blocks, the number of blocks in host memory")
+def _with_host_latents(model: models.Model, latents: HostLatents, num_blocks: int, sizes: dict[str, Any]) -> Engine:
+    """The engine of `make_engine`, with latents in host memory."""
     longest = min(num_blocks * model.usual_block_size, model.config.max_position_embeddings)
-    memory = sizes["host_latents"].memory(
-        model, num_blocks=num_blocks, max_requests=sizes["max_requests"], max_len=sizes["max_len"] or longest
-    )
+    sizes = {**sizes, "max_len": sizes["max_len"] or longest}
+    memory = latents.memory(model, num_blocks=num_blocks, max_requests=sizes["max_requests"], max_len=sizes["max_len"])
     what = f"{num_blocks} blocks with latents on the host, beside the weights"
     require_memory(what, nbytes(model.params) + memory.device, on_host=memory.host)
     engine = Engine(model, num_blocks=num_blocks, **sizes)

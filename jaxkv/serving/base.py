@@ -192,8 +192,8 @@ class EngineBase(ABC):
     def end(self, error: Exception) -> None:
         """Ends the engine, which cannot be restored because of this error.
 
-        All its blocks are free then, and the memory of its cache is released.  Requests that have not finished keep
-        `finish_reason` None and stay in `waiting`, without blocks.
+        All its blocks are free then, and the memory of its cache is released, on the host as well.  Requests that have
+        not finished keep `finish_reason` None and stay in `waiting`, without blocks.
         """
         self._ended_by = error
         self._release()

@@ -226,6 +226,7 @@ def verify_drafts(
     """The layers and the choice of the next tokens, in one program; the arguments are those of `verify_and_draft`."""
     batches = inputs.arrays()
     cache, hidden = hidden_states(model, cache, *[batch.new_tokens(last) for batch in batches.present])
+    # The host finds the tokens of a row at its end, however wide it is.
     columns = 1 if batches.decode is None else batches.decode.tokens.shape[1]
     verified = []
     for batch, x in zip(batches.present, hidden, strict=True):

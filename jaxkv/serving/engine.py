@@ -200,7 +200,8 @@ class Engine(EngineBase):
             max_len = min(self._capacity, model.config.max_position_embeddings)
         self._table_blocks = -(-positive_int("max_len", max_len) // block_size)
         """The most blocks of a request, of the first table."""
-        self._new_cache: Callable[[], Any] = partial(model.cache, num_blocks, block_size, order)
+        self._new_cache: Callable[[], Any] | None = partial(model.cache, num_blocks, block_size, order)
+        """Makes a cache; None after the end of an engine with `host_latents`, whose host memory it refers to."""
         if host_latents is not None:
             longest = self._table_blocks * block_size
             self._new_cache = host_latents.caches(
@@ -247,6 +248,7 @@ class Engine(EngineBase):
 
     def _allocate(self) -> None:
         """Makes the arrays on the device that steps donate."""
+        assert self._new_cache is not None
         cache = self._new_cache()
         sharding = jax.tree.leaves(cache)[0].sharding
         # Committed to its device, like the caches that loads return: jit compiles separately for committed arrays.
@@ -379,7 +381,7 @@ class Engine(EngineBase):
           TypeError, ValueError: the prompt or the salt is not as `new_request` expects it.
           RuntimeError: the engine has ended, because it could not be restored after an exception.
         """
-        self._check_moves_blocks("export")
+        self._check_can_move_blocks("export")
         request = self._unscheduled(prompt, cache_salt)
         found = self.block_manager.cached_prefix(request, self.running)
         blocks = self.block_manager.blocks_of_prefix(request, found.tokens)
@@ -413,7 +415,7 @@ class Engine(EngineBase):
           TypeError: `exported` is not an ExportedBlocks.
           RuntimeError: the engine has ended, because it could not be restored after an exception.
         """
-        self._check_moves_blocks("adopt")
+        self._check_can_move_blocks("adopt")
         if not isinstance(exported, ExportedBlocks):
             raise TypeError(f"`exported` is a {type(exported).__name__}: expected an ExportedBlocks, from `export`")
         for what, theirs, ours in (
@@ -432,7 +434,7 @@ class Engine(EngineBase):
         self._adopt(request, exported.num_tokens, padded_rows(rows))
         return self.block_manager.cached_prefix(request, self.running).tokens
 
-    def _check_moves_blocks(self, method: str) -> None:
+    def _check_can_move_blocks(self, method: str) -> None:
         """Raises an error if the engine has ended, or if latents are in host memory."""
         self.check_usable()
         if self.host_latents is not None:
@@ -531,14 +533,15 @@ class Engine(EngineBase):
         self._release()
         self.tiers.drop_failed_offers()
         self._places[:] = range(self.max_requests)
-        if self.host_latents is not None:
-            with suppress(jax.errors.JaxRuntimeError):  # of the program that failed
-                jax.effects_barrier()  # no earlier program writes to the host memory any more, which is used again
         self._allocate()
         jax.block_until_ready((self.cache, self.last))  # an error now means that the device is lost
 
     @override
     def _release(self):
+        if self.host_latents is not None:
+            self._await_launched()
+            if self._ended_by is not None:
+                self._new_cache = None
         self._launched.clear()
         if self.step_times is not None:
             self.step_times.clear()
@@ -553,6 +556,13 @@ class Engine(EngineBase):
         self.running = []
         for array in jax.tree.leaves((self.cache, self.last)):
             array.delete()  # unless a program that did not return has donated it
+
+    def _await_launched(self) -> None:
+        """Waits until no program writes to the host memory of `host_latents` any more."""
+        with suppress(jax.errors.JaxRuntimeError):  # of a program that failed
+            jax.block_until_ready([found for found, _ in self._launched])  # launched by any thread
+        with suppress(jax.errors.JaxRuntimeError):
+            jax.effects_barrier()  # launched by this thread, whose call may have been interrupted before it returned
 
     def _run_layers(self, schedule: Schedule, shape: Shape) -> Found | Verified:
         """Runs the layers; returns what they found."""
@@ -644,7 +654,6 @@ class Engine(EngineBase):
         decode = self._batch(schedule.decode, shape.requests, self._columns)
         if self.host_latents is not None:
             prefill = prefill and prefill.staged(self._table_blocks, self.block_size)
-            decode = decode and decode._replace(place=decode.places)
         return StepBatches(prefill, decode)
 
     def _batch(self, spans: list[Span], count: int, columns: int) -> InputBatch | None:
@@ -688,7 +697,8 @@ class Engine(EngineBase):
     def _most_staged(self, spans: Sequence[Span]) -> int:
         """How many of these chunks a step can process if latents are in host memory.
 
-        All blocks that they attend to are on the device together, of one layer, where those of the longest request fit.
+        The blocks that the chunks of a step attend to are on the device together, one layer at a time.  There is room
+        for those of the longest request.
         """
         blocks = set[int]()
         for count, (request, _, end, *_) in enumerate(spans):

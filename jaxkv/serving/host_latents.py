@@ -38,7 +38,7 @@ class LatentMemory(NamedTuple):
 
 @dataclass(frozen=True)
 class HostLatents:
-    """Has an engine keep the latents of all blocks in host memory; for models with sparse latent attention.
+    """Makes an engine keep the latents of all blocks in host memory; for models with sparse latent attention.
 
     The device has the indexer's keys of all blocks and, for each running request and layer, the latents that the
     request has attended to last.  A request needs as many rows of latents on the device however long it is, so that
@@ -99,8 +99,9 @@ class HostLatents:
         Raises:
           ValueError: these are too few, or not a multiple of the block size.
         """
+        model.split_layouts(1, block_size)  # raises an error if there is no indexer
         indexer = model.config.indexer
-        assert indexer is not None  # as checked
+        assert indexer is not None
         least = min(indexer.topk, max_len)
         if self.rows is None:
             return min(-(-2 * least // block_size) * block_size, max_len)
@@ -119,7 +120,7 @@ class HostLatents:
         Raises:
           ValueError: as from `rows_of` and `Model.split_layouts`.
         """
-        latents, keys = model.split_layouts(num_blocks, block_size).values()
+        latents, keys = model.split_layouts(num_blocks, block_size)
         size = latents.block_size
         max_len = -(-max_len // size) * size
         rows = self.rows_of(model, block_size=size, max_len=max_len)
@@ -136,7 +137,7 @@ class HostLatents:
         Only the last of these caches may be in use.  `max_len` is a multiple of the block size.
         """
         rows = self.rows_of(model, block_size=block_size, max_len=max_len)
-        latents, keys = model.split_layouts(num_blocks, block_size).values()
+        latents, keys = model.split_layouts(num_blocks, block_size)
         (device,) = jax.tree.leaves(model.params)[0].devices()
         host = HostEntries(latents, device=device)
         return partial(SplitCache.zeros, host, keys, num_requests=max_requests, rows=rows, max_tokens=max_len)

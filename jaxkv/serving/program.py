@@ -50,7 +50,9 @@ def run_layers(model: Model, cache: Any, last, inputs: Bundle[StepBatches]) -> t
     """
     batches = inputs.arrays().present
     if isinstance(cache, SplitCache):
-        cache = replace(cache, places=tuple(batch.place for batch in batches))
+        cache = replace(
+            cache, places=tuple(batch.places if batch.staging is None else batch.staging for batch in batches)
+        )
     cache, logits = step(model, cache, *[batch.new_tokens(last) for batch in batches])
     if isinstance(cache, SplitCache):
         cache = replace(cache, places=())

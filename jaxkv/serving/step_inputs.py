@@ -83,8 +83,8 @@ class InputBatch(NamedTuple):
     """int32 [B], where the request's last token is kept on the device; `NOWHERE` if the row samples none."""
     drafting: Any = None
     """`Drafting` in steps with drafts."""
-    place: Any = None
-    """With latents in host memory, where they come to the device, as in `SplitCache.places`."""
+    staging: Staging | None = None
+    """Of chunks of prompts with latents in host memory: the blocks that come to the device."""
 
     @classmethod
     def of(
@@ -133,7 +133,7 @@ class InputBatch(NamedTuple):
 
     def staged(self, most: int, block_size: int) -> "InputBatch":
         """The batch of these chunks with the blocks that it attends to, at most so many, for latents in host memory."""
-        return self._replace(place=Staging.of(self.block_tables, self.seq_lens, count=most, block_size=block_size))
+        return self._replace(staging=Staging.of(self.block_tables, self.seq_lens, count=most, block_size=block_size))
 
     def new_tokens(self, last) -> NewTokens:
         """The batch for `models.step`, given the last token of each place, int32 [places]."""

@@ -14,7 +14,7 @@ import jaxkv
 from jaxkv import models, parallel, serving
 from jaxkv.offload import DiskPool, HostPool
 from jaxkv.serving.program import run_layers
-from jaxkv.serving.step_inputs import Bundle, InputBatch
+from jaxkv.serving.step_inputs import Bundle, InputBatch, StepBatches
 from support.cases import further
 from support.compare import assert_close, assert_same_bits
 from support.many_devices import mesh_of, on_several_devices
@@ -259,7 +259,8 @@ def test_no_program_copies_the_cache(divided):
     layout = cache.layout
     assert layout.nbytes > 100e6
     rows = InputBatch.of([], 4, 1, tables={"": np.full((4, 8), -1, np.int32)}, block_size=64)
-    program = jax.jit(run_layers, donate_argnums=1).lower(model, cache, np.zeros(4, np.int32), Bundle.of([rows]))
+    inputs = Bundle.of(StepBatches(None, rows))
+    program = jax.jit(run_layers, donate_argnums=1).lower(model, cache, np.zeros(4, np.int32), inputs)
     memory = program.compile().memory_analysis()
     assert memory.alias_size_in_bytes >= layout.nbytes
     assert memory.temp_size_in_bytes < layout.nbytes / 10

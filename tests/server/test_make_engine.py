@@ -17,7 +17,7 @@ def test_latents_in_host_memory(monkeypatch, capsys):
     assert engine.pool.num_blocks == 40
     host = 40 * 64 * 3 * (128 + 8) * 4
     assert f"latents take {host / 1e6:.1f} MB on the host; on the device, " in capsys.readouterr().err
-    with pytest.raises(ValueError, match="--host-latents needs --blocks"):
+    with pytest.raises(ValueError, match="--blocks is not given: expected a number with --host-latents"):
         make_engine(FOLDER / "deepseek_v32", num_blocks=None, sizes=sizes, options={"dtype": "float32"})
     monkeypatch.setattr("jaxkv.terminal.memory.host_memory", lambda: 1)
     with pytest.raises(ValueError, match=r"40 blocks with latents on the host, beside the weights: .* do not fit"):

@@ -88,6 +88,7 @@ def come_and_go(served, truth, *, logprobs=None):
         shared += len(held) - len(set(held))
     assert preempted
     assert cancelled
+    assert len(places) > len({place for place, _ in places})
     assert shared
     assert served.prefix_stats.found
     for request, follows, *_ in requests:

@@ -2,9 +2,11 @@
 
 import contextlib
 import dataclasses
+import gc
 import os
 import sys
 import threading
+import weakref
 from collections import Counter
 from concurrent.futures import Future
 from functools import cache
@@ -471,6 +473,20 @@ def test_blocks_that_a_failed_program_computed_leave_the_pool(served, monkeypatc
     assert len(served.host) == before
     served.run()
     assert_right(served)
+
+
+def test_an_engine_that_has_ended_releases_its_host_memory():
+    served = Split(None)
+    engine = served.engine
+    for _ in range(3):
+        engine.step()
+    (host, *_) = engine._new_cache.args
+    kept = weakref.ref(host)
+    del host
+    engine.end(RuntimeError("the device is lost"))
+    gc.collect()
+    assert kept() is None
+    assert engine.waiting
 
 
 def test_an_engine_that_cannot_be_restored_ends(served, monkeypatch):

@@ -188,7 +188,7 @@ def _attend_sparse(
 def _attend_split(
     model: Model, weights, cache: SplitCache, batch: Batch, queries, *, options
 ) -> tuple[SplitCache, jax.Array]:
-    """The cache, and the same for all sub-batches.
+    """The cache, and the outputs of `_attend_sparse`, joined over the sub-batches.
 
     `queries` are q_nope, q_pe and the positions of the cached tokens that they attend to, as layers process them.
     """
@@ -197,7 +197,9 @@ def _attend_split(
     for place, sub_batch, q_nope, q_pe, positions in _of_each(batch, cache.places, *queries):
         latents = cache.find(place, sub_batch.block_tables, positions, **where)
         cache, at = latents.cache, {**options, "layer": latents.layer}
-        found.append(_attend_sparse(model, weights, latents.held, sub_batch, q_nope, q_pe, latents.slots, options=at))
+        found.append(
+            _attend_sparse(model, weights, latents.on_device, sub_batch, q_nope, q_pe, latents.slots, options=at)
+        )
     return cache, joined(found)
 
 
