@@ -219,6 +219,9 @@ class HotRows:
         """Copies entries of a cache on the device to host memory; the arguments and errors are those of `load`.
 
         Rows that hold these tokens keep what they hold: `forget` the requests whose tokens are replaced.
+
+        In one program, store the cache that `load` returned, or one computed from it: nothing else orders a store after
+        a load.
         """
         call = calls.StoreRows(**self._copied(cache, slots, host_slots, layer, host_layer))
         return replace(self, writes=run(call, implementation))

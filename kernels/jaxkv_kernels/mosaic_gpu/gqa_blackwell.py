@@ -58,7 +58,7 @@ to shared memory is visible to TMA and tcgen05 after `commit_smem`; what it stor
 `commit_tmem`.
 
 Budget, for heads of 128 + 128 values.  Tensor memory: O 128 columns (256 for values of 256), S 64, P 32, together 224
-of 512.  Shared memory: Q 32 KiB + keys and values of five tiles 160 KiB + statistics 1 KiB = 193 KiB of 227;
+of 512.  Shared memory: Q 32 KiB + keys and values of six tiles 192 KiB + statistics 1 KiB = 225 KiB of 227;
 `stages_of` fits the stages to the heads, two for 256 + 256 values.  Registers: 240 per lane of the softmax warpgroup,
 128 of the others; ptxas reports 168, what a lane has before `set_max_registers`.  The loops over key tiles have no
 spills.
@@ -70,9 +70,9 @@ In SASS, a warp of the softmax executes up to 850 instructions per key tile.  So
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -94,9 +94,9 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, named, pdl_launch_de
 from jaxkv_kernels.mosaic_gpu.runtime.registers import TCGEN05, over_columns
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
-from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
-from jaxkv_kernels.mosaic_gpu.tcgen05_attention import COSTS, ROWS, row_tiles
-from jaxkv_kernels.mosaic_gpu.tile_scheduler import SplitCosts, WorkTile
+from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.tcgen05_attention import ROWS, BlackwellConfig, row_tiles
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import WorkTile
 from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 
 FORMATS = ("bf16", "f16")
@@ -110,20 +110,8 @@ STATS_AND_BARRIERS = 3 * 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlackwellGQAConfig:
-    """`decode_kv` on Blackwell.  Nothing has been measured there: the numbers are those of Hopper's kernel."""
-
-    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "rescale_threshold": THRESHOLDS,
-        "split_costs": tuple(replace(COSTS, overhead=overhead) for overhead in (2, 4, 8)),
-    }
-
-    rescale_threshold: int = 8
-    """As in MLADenseConfig.  Here a rescale reads and writes the sums in tensor memory."""
-    split_costs: SplitCosts = COSTS
-
-    def __post_init__(self):
-        check_threshold(self)
+class BlackwellGQAConfig(BlackwellConfig):
+    """`decode_kv` on Blackwell."""
 
 
 def stages_of(head_dim: int, value_dim: int, itemsize: int) -> int:

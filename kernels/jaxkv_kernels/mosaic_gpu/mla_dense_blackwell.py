@@ -48,9 +48,10 @@ The multiplier copies the own half of the queries to tensor memory (tcgen05.cp),
 queries would take 144 KiB of shared memory, and there would be room for a single tile of keys.  These products also
 read less shared memory: 2 KiB of keys for 128 x 64 x 16, but not 4 KiB of queries.
 
-Quantised entries (`fp8`, `fp8_ds_mla`).  The other warpgroups do the same.  The producer, a whole warpgroup, converts
-keys to bf16 (`latent_pieces.py`).  TMA copies a key tile as it is stored, in three pieces with a place each: the other
-half, the own half, and the rest of the entries, which are scales and rotary keys.
+Quantised entries (`fp8`, `fp8_ds_mla`).  The multiplier and the softmax warpgroup do the same as for bf16.  The
+producer, a whole warpgroup, converts keys to bf16 (`latent_pieces.py`).  TMA copies a key tile as it is stored, in
+three pieces with a place each: the other half, the own half, and the rest of the entries, which are scales and rotary
+keys.
 
     -> raw_full of the rest and of the other half of Ki
     both to registers, converted; then the copy of the other half of K(i+1)
@@ -61,10 +62,10 @@ half, the own half, and the rest of the entries, which are scales and rotary key
     -> own_free of K(i-2)
     stores the own half, arrives own_full
 
-So bytes of the next key tile are on their way while this one is converted, and a piece is converted before its place is
-free.  The parts of K(i-1) become free first, before its own half is multiplied and O += P K(i-2) is computed: in that
-time, those of Ki are stored.  The own half is multiplied last, so its store has the time of the products with the
-parts.  The scale of all `fp8` entries is part of the softmax scale, and also multiplies the result.
+So TMA copies the next key tile while this one is converted.  A piece is converted in registers first, and then waits
+for its place.  The parts of K(i-1) become free first, before its own half is multiplied and O += P K(i-2) is computed:
+in that time, those of Ki are stored.  The own half is multiplied last, so its store has the time of the products with
+the parts.  The scale of all `fp8` entries is part of the softmax scale, and also multiplies the result.
 
 Barriers (mbarriers), and how many arrivals complete them.  `tc` ones also order accesses to tensor memory.
     q_landed           the own half of the queries has landed (1)
@@ -88,11 +89,11 @@ to shared memory is visible to TMA and tcgen05 after `commit_smem`; what it stor
 `commit_tmem`.
 
 Budget.  Tensor memory: O 256 columns, own half of Q 128, S 64, P 32, together 480 of 512.  Shared memory: Q 64 KiB +
-rotary queries 16 KiB + own halves of three key tiles 96 KiB + six parts of keys 48 KiB = 224 KiB of 227; of quantised
-entries own halves of two 64 KiB + five parts 40 KiB + a tile as it is stored 41 KiB (`fp8` 36) = 225 KiB.  Registers:
-240 per lane of the softmax warpgroup, which holds a tile of scores in 64, and 128 of the others, of which the converted
-half of a tile takes 64; ptxas reports 168, what a lane has before `set_max_registers`.  The loops over key tiles have
-no spills.
+rotary queries 16 KiB + own halves of three key tiles 96 KiB + six parts of keys 48 KiB = 224 KiB of 227.  For
+quantised entries, Q and rotary queries 80 KiB + own halves of two key tiles 64 KiB + five parts 40 KiB + a tile as it
+is stored 41 KiB (`fp8` 36) = 225 KiB.  Registers: 240 per lane of the softmax warpgroup, which holds a tile of scores
+in 64, and 128 of the others, of which the converted half of a tile takes 64; ptxas reports 168, what a lane has before
+`set_max_registers`.  The loops over key tiles have no spills.
 
 Estimate per key tile and CTA, in cycles, at 4,096 multiply-adds and 128 bytes of shared memory per cycle.  Products:
 1,664 if they wait for nothing else.  Shared memory: 2,050 for bf16, namely 580 for what TMA writes, 960 for the
@@ -102,7 +103,7 @@ of the softmax executes up to 830 instructions per key tile, and one that conver
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -125,9 +126,9 @@ from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, named, pdl_launch_de
 from jaxkv_kernels.mosaic_gpu.runtime.registers import TCGEN05, over_columns, store
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import HALF, LATENT, ROPE, TILE
-from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, OnlineSoftmax, check_threshold
-from jaxkv_kernels.mosaic_gpu.tcgen05_attention import COSTS, O_COLUMNS, ROWS, row_tiles
-from jaxkv_kernels.mosaic_gpu.tile_scheduler import SplitCosts, WorkTile
+from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
+from jaxkv_kernels.mosaic_gpu.tcgen05_attention import O_COLUMNS, ROWS, BlackwellConfig, row_tiles
+from jaxkv_kernels.mosaic_gpu.tile_scheduler import WorkTile
 from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 
 FORMATS = ("bf16", "f16", "fp8", "fp8_ds_mla")
@@ -142,20 +143,8 @@ OTHER, OWN, REST = range(3)
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlackwellMLAConfig:
-    """`decode_mla` on Blackwell.  Nothing has been measured there: the numbers are those of Hopper's kernel."""
-
-    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
-        "rescale_threshold": THRESHOLDS,
-        "split_costs": tuple(replace(COSTS, overhead=overhead) for overhead in (2, 4, 8)),
-    }
-
-    rescale_threshold: int = 8
-    """As in MLADenseConfig.  Here a rescale reads and writes the sums in tensor memory."""
-    split_costs: SplitCosts = COSTS
-
-    def __post_init__(self):
-        check_threshold(self)
+class BlackwellMLAConfig(BlackwellConfig):
+    """`decode_mla` on Blackwell."""
 
 
 def unsupported_reasons(call: DecodeCall | PlanDecode) -> Iterator[str]:

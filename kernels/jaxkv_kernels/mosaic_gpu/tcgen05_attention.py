@@ -6,9 +6,9 @@ and `p` in tensor memory, and the barriers `q_free`, `s_full`, `s_free`, `p_full
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax.numpy as jnp
 from jax import lax
@@ -28,6 +28,7 @@ from jaxkv_kernels.mosaic_gpu.runtime.registers import (
     over_columns,
 )
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
+from jaxkv_kernels.mosaic_gpu.softmax import THRESHOLDS, check_threshold
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import PAIR_COSTS, SplitCosts, WorkTile, load_work_range, load_work_tile
 
 ROWS = 128
@@ -40,6 +41,26 @@ COSTS = SplitCosts(
     least=2, overhead=2 * PAIR_COSTS.overhead, combining=2 * PAIR_COSTS.combining, split=2 * PAIR_COSTS.split
 )
 """PAIR_COSTS in steps of a single tile."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlackwellConfig:
+    """What both kernels have.  Nothing has been measured on Blackwell: the numbers are those of Hopper's kernels.
+
+    Each kernel has a type of its own, by which `tuning.using` finds its configuration.
+    """
+
+    SEARCH: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "rescale_threshold": THRESHOLDS,
+        "split_costs": tuple(replace(COSTS, overhead=overhead) for overhead in (2, 4, 8)),
+    }
+
+    rescale_threshold: int = 8
+    """As in MLADenseConfig.  Here a rescale reads and writes the sums in tensor memory."""
+    split_costs: SplitCosts = COSTS
+
+    def __post_init__(self):
+        check_threshold(self)
 
 
 def row_tiles(rows: int) -> int:

@@ -159,7 +159,8 @@ class EntryLoads:
     """Bytes from the start of a key to its value; None if values have strides, or an array, of their own."""
     per_load: bool = False
     """Whether each load of an `fp8_ds_mla` latent has a scale per token, by which its scores, and its weights, are
-    multiplied; otherwise its values are."""
+    multiplied; otherwise its values are.  A tile whose scale is at most 2**-39 of the largest of its entry counts as
+    0: its weights are float16 (HALF_HEADROOM)."""
     scales_at: tuple[int, int] = (0, 0)
     """Bytes from the start of a key, and from that of a value, to its scales."""
 
@@ -212,7 +213,10 @@ SMALLEST_EXPONENT = tl.constexpr(-100)
 
 @triton.jit
 def power_of_two_per_row(tiles):
-    """Powers of two [n] that bring rows of tiles [n, m] within the range of float16; NaN for rows with a NaN."""
+    """Powers of two [n] that bring rows of tiles [n, m] within the range of float16.
+
+    A NaN stays in the row, whatever its divisor.
+    """
     largest = tl.zeros((tiles[0].shape[0],), tl.float32)
     for i in tl.static_range(len(tiles)):
         largest = tl.maximum(largest, tl.max(tl.abs(tiles[i].to(tl.float32)), axis=1))
@@ -369,12 +373,12 @@ NO_KEYS = tl.constexpr(float(np.finfo(np.float32).min))
 """The running maximum of a row before its first key.  It is finite, so that a tile of masked keys gives weights of 0
 instead of NaN, and no finite score is below it."""
 HALF_HEADROOM = tl.constexpr(14.0)
-"""float16 weights are at most 2**14 instead of 1.  The smallest float16 is 2**-24, so without this headroom, a weight
-below 2**-24 times the largest would become 0; with it, the limit is 2**-38.
+"""float16 weights are at most 2**14 instead of 1.  Half of the smallest float16, 2**-25, is rounded to 0, so without
+this headroom, a weight of 2**-25 times the largest would become 0; with it, the limit is 2**-39.
 """
 LEAST_FACTOR = tl.constexpr(2.0**-90)
-"""Smaller scales count as this in the running maximum, so that weights, before they are multiplied, and their sums are
-finite float32 numbers."""
+"""Scales of smaller magnitude count as this in the running maximum, so that weights, before they are multiplied, and
+their sums are finite float32 numbers."""
 POLYNOMIAL_LIMIT = tl.constexpr(0.55)
 """Below this, `1 - exp2(...)` loses bits to cancellation, and tanh is a polynomial (relative error below 2**-23)."""
 
@@ -406,8 +410,8 @@ def update_max(score, row_max, size, DTYPE: tl.constexpr):
     Returns the weights exp2(score - new maximum) of the tile, the factor [rows] by which earlier sums are rescaled, and
     the new maximum.  Where weights will be float16 (DTYPE), the maximum is lowered by HALF_HEADROOM.
 
-    If weights will be multiplied by scales of the keys, `size` [keys] is log2 of the largest one of each key, and the
-    maximum is that of the products; otherwise it is None.
+    If weights will be multiplied by scales of the keys, `size` [keys] is log2 of the largest magnitude of each key, and
+    the maximum is that of the products; otherwise it is None.
     """
     new_max = tl.max(score if size is None else score + size[None, :], axis=1)
     if tl.float16 == DTYPE:
@@ -532,13 +536,13 @@ def _attend_tile(
     score = tl.zeros((q[0].shape[0], k[0].shape[0]), tl.float32)
     size = None
     if LOADS.per_load:
-        largest = k_factors[0]
+        largest = tl.abs(k_factors[0])
         for i in tl.static_range(len(k_factors)):
             # The tiles of the load, after that of the rotary keys.
             queries, keys = (q[1 + 2 * i], q[2 + 2 * i]), (k[1 + 2 * i], k[2 + 2 * i])
             part = _scores(queries, keys, tl.zeros(score.shape, tl.float32), start, end, ONCE)
             score += part * k_factors[i][None, :]
-            largest = tl.maximum(largest, k_factors[i])
+            largest = tl.maximum(largest, tl.abs(k_factors[i]))
         score = _scores((q[0],), (k[0],), score, start, end, ONCE)
         size = tl.log2(tl.maximum(largest, LEAST_FACTOR))
     else:
@@ -578,10 +582,11 @@ def attend_tiles(
     `table` [B, TABLE] holds ids of blocks of TABLE_BLOCK tokens: blocks of the cache, or slots if TABLE_BLOCK is 1.
     `last_ends` [B] are the positions after the last query tokens: unclamped lengths or, with TRAILING, clamped lengths
     minus `trailing`.
+    SUM_PER_COLUMN: whether the loop has a row sum per column (`update_sum`).
     SCORES_ONCE is that of `LatentConfig`.
 
     Returns the unnormalized sums (a tuple of float32 [rows, columns], one per tile of values), the running maximum
-    [rows], and the row sums ([rows], or [rows, keys] with SUM_PER_COLUMN).
+    [rows], and the row sums [rows].
     """
     ROWS: tl.constexpr = CONFIG.rows
     KEYS: tl.constexpr = CONFIG.keys

@@ -62,14 +62,16 @@ def _default_kv_config(entry, rows: int, dtype) -> KVConfig:
 
     Memory bandwidth is the limit, and several small programs per multiprocessor keep more loads in flight than one
     large program.  For 128 + 128 bf16 values, a program with 16 rows, 64 keys and 4 warps takes 38 KiB of shared
-    memory and, with Triton 3.6, 110 registers per thread, so that four programs fit on sm_90.  Its two stages are one
-    tile in shared memory, which is loaded between the products of the tile before it and its own.  Smaller entries have
-    a third stage on sm_90, so that a tile loads while another one is computed.  With 128 + 128 fp8 values, that also
-    takes 38 KiB, and 104 to 120 registers (Triton 3.9 and 3.6); no other GPU has it.  With 64 + 64 values, tiles on
-    sm_90 have 128 keys, and three programs fit: on an H200, 64 requests of 8,192 tokens with 64 heads and 8 KV heads
-    take 0.264 ms in bf16 and 0.167 in fp8, instead of 0.299 and 0.225.  With heads wider than 128, tiles have half as
-    many keys, so that their size in bytes is the same.  float32 products keep all operands in registers, which limits
-    tiles to 16 x 16.
+    memory and 105 to 111 registers per thread (Triton 3.9 and 3.6), so that four programs fit on sm_90.  Its two stages
+    are one tile in shared memory, which is loaded between the products of the tile before it and its own.  Smaller
+    entries have a third stage on sm_90, so that a tile loads while another one is computed.  With 128 + 128 fp8 values,
+    that also takes 38 KiB, and 122 to 128 registers (Triton 3.9 and 3.6), the most with which four programs fit.  On
+    other GPUs there are two stages.  With 64 + 64 values, tiles on sm_90 have 128 keys, and three programs fit, each of
+    which takes 70 KiB and 143 to 145 registers in bf16, 38 KiB and 132 to 134 in fp8.  On an H200, 64 requests of 8,192
+    tokens with 64 heads and 8 KV heads take 0.264 ms in bf16 and 0.167 in fp8, instead of 0.299 and 0.225.  That was
+    measured with splits of multiples of 64 tokens, not of 128.  With heads wider than 128, tiles have half as many
+    keys, so that their size in bytes is the same.  float32 products keep all operands in registers, which limits tiles
+    to 16 x 16.
 
     With up to 16 rows, tiles of `int8` and `nvfp4` entries have 128 keys, which are 34 and 18 KiB.  On an H200, 64
     requests of 8,192 tokens with 64 heads and 8 KV heads take 0.382 and 0.410 ms, instead of 0.620 and 0.439 with 64
@@ -224,7 +226,7 @@ def _attend_kv(
     queries = split_columns(queries, LOADS.ways[0])
     if SCALED[0]:
         scale *= tl.load(k_scales + head * SCALE_STEPS[0])
-    # A row sum per column must leave room for four programs.
+    # Row sums per column take registers; with these sizes, as many programs fit as without them.
     SUM_PER_COLUMN: tl.constexpr = CONFIG.rows < 64 and (LOADS.ways[1] > 1 or LOADS.second_columns <= 64)
     acc, row_max, row_sum = attend_tiles(
         queries, scale, buffer, value_buffer, layers, table, last_ends, request, begin, end, head, token,

@@ -271,7 +271,7 @@ def load_rows(call: LoadRows) -> jax.Array:
 
 @jax.jit
 def store_rows(call: StoreRows) -> jax.Array:
-    """Copies entries from `slots` of the buffer to `host_slots` of host memory; returns `writes` plus 1.
+    """Copies entries from `slots` of the buffer to `host_slots` of host memory; returns `writes`, increased.
 
     XLA does not know that the memory changes.  Later kernels that read it are ordered by `writes`.
     """
@@ -286,7 +286,7 @@ def _places(call: CopyRows) -> tuple[jax.Array, ...]:
     return call.address, call.slots, call.host_slots, jnp.stack([call.layer, call.host_layer])
 
 
-def _copied(kernel, call: CopyRows, operands: tuple[jax.Array, ...], updated: jax.Array, run: "CopyRun"):
+def _copied(kernel, call: CopyRows, operands: tuple[jax.Array, ...], updated: jax.Array, run: CopyRun):
     """Launches a kernel that copies one run of the entries."""
     count = call.slots.size
     constants = {"RUN": run, "COUNT": count, "TILE": COPY_WARPS}

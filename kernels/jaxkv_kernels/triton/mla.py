@@ -84,8 +84,12 @@ class LatentConfig(Config):
     def __post_init__(self):
         super().__post_init__()
         self._check_power_of_two("columns", least=32)
-        if self.scores_once and self.keys < 32:
-            raise ValueError(f"`scores_once` with {self.keys} `keys`: expected at least 32")
+        if self.scores_once and (self.warps != 8 or self.rows < 32 or self.keys < 32):
+            # It is made for two warpgroups.
+            raise ValueError(
+                f"`scores_once` with {self.warps} `warps`, {self.rows} `rows` and {self.keys} `keys`: "
+                "expected 8 warps, and at least 32 rows and keys"
+            )
 
 
 def latent_config(entry, rows: int, dtype) -> LatentConfig:
@@ -97,18 +101,22 @@ def _default_latent_config(entry, rows: int, dtype) -> LatentConfig:
     """The default for latents of `entry` and `rows` rows of queries of `dtype` per request.
 
     A program may have 227 KiB of shared memory on sm_90, 163 on sm_80, 99 on sm_86 and sm_89.  The sizes for sm_90 are
-    the fastest measured on an H200.  Those for other GPUs are the largest that fit their shared memory and registers.
+    the fastest measured on an H200, within 2 %.  Those for other GPUs are the largest that fit their shared memory and
+    registers.
 
     - float32: products keep all operands of a thread in registers, which limits tiles to 16 x 16.  A tile of keys takes
       36 KiB, so a second stage would not fit on sm_86.
     - Up to 16 rows: memory bandwidth is the limit, so two programs share a multiprocessor, and one loads while the
       other computes.  On sm_90, bf16 takes 91 KiB of shared memory and 168 to 189 registers per thread (Triton 3.6 to
-      3.9).  fp8 takes 92 KiB and 192 to 196 registers with tiles of 64 keys, each of half as many bytes.
+      3.9).  fp8 takes 92 KiB and 192 to 196 registers with tiles of 64 keys, each of half as many bytes.  fp8_ds_mla
+      takes 63 KiB and 178 to 203 registers.
     - More rows on sm_90: tiles of 64 rows and 64 keys.  The queries (72 KiB) and two tiles of keys (72 KiB each) take
-      216 KiB, and the results 128 registers per thread of 8 warps.  fp8 and fp8_ds_mla have one tile of raw bytes and
-      one that is converted: 180 and 193 KiB.  64 requests of 4,096 tokens with 128 heads take 0.191 ms on an H200 in
-      bf16, with columns in tiles of 64; 0.206 with 128, 0.222 with 256, and 0.322 without `scores_once`.  They take
-      0.282 in fp8 and 0.281 in fp8_ds_mla, instead of 0.359 and 0.355.
+      216 KiB, with `scores_once` 224 KiB, and the results 128 registers per thread of 8 warps.  fp8 and fp8_ds_mla have
+      one tile of raw bytes and one that is converted: fp8 takes 180 KiB with Triton 3.6 and 116 with 3.9, fp8_ds_mla
+      193 with both.  With 3.9, a thread has 255 registers and 128 (bf16), 304 (fp8) or 168 (fp8_ds_mla) bytes of stack;
+      with 3.6, it has no stack.  64 requests of 4,096 tokens with 128 heads take 0.191 ms on an H200 in bf16, with
+      columns in tiles of 64; 0.206 with 128, 0.222 with 256, and 0.322 with 128 before `scores_once`.  They take 0.282
+      in fp8 and 0.281 in fp8_ds_mla; before `scores_once`, 0.359 and 0.355.
     - Rotary parts that are summed as well: they are one tile more, of as many columns as the tiles of latents have.
     - AMD GPUs: nobody has measured these sizes.  With 16 or 32 rows, 16 keys and 4 wavefronts, the tiles of every
       format take at most 8 KiB of the 64 KiB of shared memory of gfx942, and 242 to 467 of its 512 registers per lane.
@@ -310,7 +318,8 @@ def _loads(entry, in_memory, config: LatentConfig, dtype) -> EntryLoads:
     summed = entry.codec.rope_in_values
     tiled = tiled_entry(entry, in_memory, 1) if is_tiled(entry) else None
     columns = config.columns
-    # Scales of their own for the scores and the weights of each load take registers, which more rows have not left.
+    # With a scale per load, each load has scores and weights of its own.  Programs with more rows have no registers for
+    # them.
     per_load = entry.format == "fp8_ds_mla" and config.rows == 16 and columns == TILE
     multiple = TILE if entry.format == "fp8_ds_mla" else 1 if tiled is None else tiled.parts[0].tile
     if columns % multiple:

@@ -294,6 +294,20 @@ class DecodeMLA(DecodeMLAChecks):
             assert np.isnan(np.asarray(lse[request])).all()
             assert_same_bits(after[others], before[others])
 
+    def test_scales_of_both_signs_that_are_no_powers_of_two(self):
+        """Products of values and scales may be rounded to bf16, which scores show, and with them lse."""
+        entry, rng = jaxkv.MLAEntry("fp8_ds_mla"), np.random.default_rng(5)
+        scene = scenes.scene(entry, lengths=(70, 3))
+        for request, signs in enumerate(((-1, 1), (-1,))):
+            for position in range(scene.lengths[request]):
+                scales = 1.37 * rng.choice(signs, 4) * 2.0 ** rng.integers(-11, -8, 4)
+                scene = scene.holding(scales.astype(np.float32).view(np.uint8), request, position, slice(512, 528))
+        q = queries(entry, 2, 1, 16)
+        out, lse = self.decode(q, scene.cache(layout_of("BLNHC", entry), 1), scene, 1)
+        right_out, right_lse = (np.stack(x) for x in self.truth(q, scene))
+        assert_close(out, right_out, roundings=4, magnitude=1)
+        assert_close(lse, right_lse, dtype="bfloat16", roundings=1, magnitude=1)
+
     def test_many_small_weights_add_up_on_quantised_entries(self):
         entry, tokens, power = self.entry("fp8"), 2500, 25.5
         layout = jaxkv.CacheLayout(num_layers=1, num_blocks=40, block_size=64, entry=entry)
