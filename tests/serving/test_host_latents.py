@@ -223,7 +223,7 @@ class TestMemory:
         sizes = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_requests": 2, "max_len": 200}
         memory = served.host_latents.memory(served.model, **sizes)
         assert memory.device == nbytes(served.cache) - 4 * 3  # the address, and the number of writes
-        assert memory.host == served.model.split_layouts(BLOCKS, BLOCK)["latent"].nbytes
+        assert memory.host == served.model.split_layouts(BLOCKS, BLOCK).latents.nbytes
         assert memory.keys == served.cache.keys.buffer.nbytes
         assert served.cache.hot.hot.rows == 128  # twice those that a query token attends to
 
@@ -240,7 +240,7 @@ class TestMemory:
         sizes = {"num_blocks": 512 * requests, "max_requests": requests, "max_len": 32768}
         memory = HostLatents().memory(v32, **sizes)
         assert memory.requests + memory.staged < 16e9 < memory.requests + memory.staged + memory.per_request
-        assert without == 16e9 // v32.split_layouts(512)["latent"].nbytes
+        assert without == 16e9 // v32.split_layouts(512).latents.nbytes
         assert requests >= 4 * without
 
 
