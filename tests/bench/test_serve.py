@@ -110,7 +110,7 @@ def test_each_load_is_served_and_recorded(tmp_path, capsys, monkeypatch):
     assert f"saturation: {saturation['output_tokens_per_s']:,.0f} output tokens/s, " in printed
     assert f"steps take {saturation['step_ms']:.2f} ms on average; the host is busy for " in printed
     shapes = [(program["chunks"], program["requests"]) for program in found["programs"]]
-    assert shapes == [(0, 1), (0, 2), (1, 2), (2, 2)]
+    assert shapes == [(0, 1), (0, 2), (1, 0), (1, 2), (2, 0), (2, 2)]
     assert all(program["temporary_bytes"] > 0 for program in found["programs"])
     assert [load["load"] for load in found["loads"]] == [0.5, 4]
     for load in found["loads"]:
