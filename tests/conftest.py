@@ -75,7 +75,7 @@ def _test_of(item) -> str:
 def pytest_collection_modifyitems(config, items):
     """Deselects the tests that cannot run on this machine, and limits the time of interpreted ones.
 
-    If `-m` asks for such a test, it is skipped with the reason.
+    Tests that `-m` selects by such a mark are skipped instead, and the report has the reason.
 
     `--one-in N` keeps one in N cases of each test.  It keeps at least one, unless all of them are further cases (`ci`,
     `slow`) and the test also has cases that run by default.

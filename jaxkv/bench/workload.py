@@ -562,19 +562,16 @@ class DecodeDeltaRule(Workload):
     """A decode step of a layer with the gated delta rule: 32 heads of 128 x 128, as of Qwen3-Next and Kimi Linear."""
 
     usual_format = "state"
-
-    @property
-    def _delta(self) -> tuple[int, int, int]:
-        """H, K and V."""
-        return 32, 128, 128
+    delta: ClassVar[tuple[int, int, int]] = (32, 128, 128)
+    """H, K and V."""
 
     @property
     def entry(self):
         """The last three tokens before the convolution, and the states of the heads."""
-        heads, keys, values = self._delta
+        heads, keys, values = self.delta
         key_heads = heads if self.channel_decays else heads // 2
         channels = 2 * key_heads * keys + heads * values
-        return jaxkv.StateEntry({"conv": ((3, channels), "float32"), "delta": (self._delta, "float32")})
+        return jaxkv.StateEntry({"conv": ((3, channels), "float32"), "delta": (self.delta, "float32")})
 
     @property
     def value_shapes(self) -> Shapes:
@@ -584,7 +581,7 @@ class DecodeDeltaRule(Workload):
 
     def index(self, requests, rng):
         """The slot of each request, whose state is updated in place; decays and rates."""
-        heads, keys, _ = self._delta
+        heads, keys, _ = self.delta
         shape = self.requests, heads
         decays = -rng.uniform(0, 1, (*shape, keys if self.channel_decays else 1)).astype(np.float32)
         slots = requests.slots(np.arange(self.requests), np.zeros(self.requests, np.int32))
@@ -598,7 +595,7 @@ class DecodeDeltaRule(Workload):
     @property
     def traffic(self) -> int:
         """Bytes of the states, read and written, and of the other arguments and the outputs, each once."""
-        heads, keys, values = self._delta
+        heads, keys, values = self.delta
         given = sum(2 * math.prod(shape) for shape, _ in self.value_shapes)
         floats = self.requests * heads * ((keys if self.channel_decays else 1) + 1 + values)
         return 2 * self.requests * self.entry.nbytes + given + 4 * floats

@@ -95,8 +95,8 @@ class Batch:
     """int32, the shape of the tokens: their ids; None if they are not known."""
 
     selected: jax.Array | None = None
-    """int32 [B, Q, K] or [1, T, K], the slots that the last layer with an indexer has selected, for layers that share
-    them; None before that layer, and if all layers have an indexer, or none.
+    """int32 [B, Q, K] or [1, T, K], the slots that the last layer with an indexer has selected, or with a `SplitCache`
+    the positions, for layers that share them; None before that layer, and if all layers have an indexer, or none.
     """
 
     @classmethod

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from jaxkv.models.json_object import JsonObject
+from jaxkv_kernels.delta_rule import CONV, DELTA
 from jaxkv_kernels.formats.entries import IndexerEntry, KVEntry, MLAEntry
 from jaxkv_kernels.formats.format import FORMATS
 from jaxkv_kernels.formats.states import StateEntry
@@ -261,8 +262,8 @@ class DeltaNet:
         """The state of a layer: the last tokens before the convolution, and the states of the heads."""
         return StateEntry(
             {
-                "conv": ((self.kernel_size - 1, self.channels), "float32"),
-                "delta": ((self.num_value_heads, self.key_head_dim, self.value_head_dim), "float32"),
+                CONV: ((self.kernel_size - 1, self.channels), "float32"),
+                DELTA: ((self.num_value_heads, self.key_head_dim, self.value_head_dim), "float32"),
             }
         )
 

@@ -157,7 +157,7 @@ class SplitCache:
         return replace(self, hot=self.hot.forget(numbers == request))
 
     def copy_block(self, source, target, *, implementation=None) -> Self:
-        """Copies a block to another, on the device and in host memory.
+        """Copies the contents of a block to another block, both on the device and in host memory.
 
         Args:
           source: int32 [1], its id.

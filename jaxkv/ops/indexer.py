@@ -280,18 +280,18 @@ def select_positions(
     *,
     layer: ArrayLike,
     max_len: int,
-    logits_bytes: int = LOGITS_BYTES,
     implementation: Implementations | None = None,
 ) -> jax.Array:
     """`select_slots`, but returns the positions of the tokens in their request, for `HotRows.fetch`.
 
     There are min(k, max_len) columns.
     """
-    options = {"layer": layer, "max_len": max_len, "logits_bytes": logits_bytes, "implementation": implementation}
-    return _select(q, weights, cache, block_tables, seq_lens, min(k, max_len), slots=False, **options)
+    options = {"layer": layer, "max_len": max_len, "logits_bytes": LOGITS_BYTES, "implementation": implementation}
+    k = min(positive_int("k", k), max_len)
+    return _select(q, weights, cache, block_tables, seq_lens, k, slots=False, **options)
 
 
-def _select(q, weights, cache, block_tables, seq_lens, k, *, slots, layer, max_len, logits_bytes, implementation):
+def _select(q, weights, cache, block_tables, seq_lens, k, *, slots: bool, layer, max_len, logits_bytes, implementation):
     """What `select_slots` returns, or positions unless `slots`."""
     call = _logits_call(q, weights, cache, block_tables, seq_lens, layer, max_len)
     k, most_bytes = positive_int("k", k), positive_int("logits_bytes", logits_bytes, below=None)

@@ -15,6 +15,7 @@ from jaxkv.ops.operation import Operation
 from jaxkv.ops.samples import BATCH, array
 from jaxkv.ops.writes import checked_slots, entries_of
 from jaxkv_kernels import calls
+from jaxkv_kernels.delta_rule import CONV, DELTA
 from jaxkv_kernels.formats.states import StateEntry
 
 
@@ -83,10 +84,6 @@ def read_state(
     check_cache(cache, StateEntry)
     slots, layer = checked_slots("slots", slots, layer, cache, Dims(), written=False)
     return run(calls.ReadState(**entries_of(cache), slots=slots, layer=layer), implementation)
-
-
-CONV, DELTA = "conv", "delta"
-"""The names of the arrays of a state of the gated delta rule."""
 
 
 def decode_delta_rule(

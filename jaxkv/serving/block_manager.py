@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import jax
 import numpy as np
@@ -24,7 +25,7 @@ class BlockManager:
       pool: the blocks of the cache, which all tables share.
       tiers: the connectors.
       keys: `prefix_keys`, with the layout and the model.
-      copy: a compiled `copy_blocks`, which donates the cache.
+      copy: a compiled `copy_blocks` or `SplitCache.copy_block`, which donates the cache.
       places: the most running requests.
       max_len: the most tokens of a request.
     """
@@ -36,7 +37,7 @@ class BlockManager:
         tiers: Tiers,
         *,
         keys: Callable[..., list[bytes]],
-        copy: Callable[..., KVCache],
+        copy: Callable[..., Any],
         places: int,
         max_len: int,
     ):
@@ -158,7 +159,7 @@ class BlockManager:
                 count += index >= len(blocks) or blocks[index] == ABSENT or self.pool.is_shared(blocks[index])
         return count
 
-    def ensure_writable(self, cache: KVCache, request: Request, end: int) -> KVCache:
+    def ensure_writable[Cache](self, cache: Cache, request: Request, end: int) -> Cache:
         """Gives a request its own blocks for a step that ends at token `end`: new ones, and copies of shared ones.
 
         If the request overwrites tokens by which others can find a block, that block is copied too, unless there is no
@@ -270,7 +271,7 @@ class BlockManager:
         for table in self.arrays.values():
             table[:] = ABSENT
 
-    def warm_up(self, cache: KVCache) -> KVCache:
+    def warm_up(self, cache: Any) -> Any:
         """Compiles the copies of blocks and the programs of transfers."""
         return self.tiers.warm_up(self._copy(cache, _ids(SKIPPED), _ids(SKIPPED)))
 

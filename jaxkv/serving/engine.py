@@ -379,6 +379,7 @@ class Engine(EngineBase):
 
         Raises:
           TypeError, ValueError: the prompt or the salt is not as `new_request` expects it.
+          ValueError: the engine has `host_latents`.
           RuntimeError: the engine has ended, because it could not be restored after an exception.
         """
         self._check_can_move_blocks("export")
@@ -413,6 +414,7 @@ class Engine(EngineBase):
           ValueError: the blocks are of another model or layout, or their keys or their number are not those of the
             prompt.
           TypeError: `exported` is not an ExportedBlocks.
+          ValueError: the engine has `host_latents`.
           RuntimeError: the engine has ended, because it could not be restored after an exception.
         """
         self._check_can_move_blocks("adopt")

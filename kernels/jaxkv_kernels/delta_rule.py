@@ -19,6 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+CONV, DELTA = "conv", "delta"
+"""The names of the arrays of a state: the tokens before the new one, and the matrices S of the heads."""
 NORM_EPS = 1e-6
 """What is added to the squared lengths of queries and keys before these are divided by their lengths."""
 

@@ -26,6 +26,9 @@ BLOCK, BLOCKS, ROWS = 16, 17, 64
 SIZES = {"num_blocks": BLOCKS, "block_size": BLOCK, "max_requests": 2, "chunk": 64, "max_num_batched_tokens": 130}
 """All engines of a model have these sizes, so that their programs are compiled once."""
 COUNT = 64
+ROUNDING = 1e-4
+"""How much logarithms of probabilities may differ.  The requests that run beside, and how a prompt is divided into
+chunks, change logits by rounding."""
 
 
 load = recorded.model
@@ -100,8 +103,7 @@ def come_and_go(served, truth, *, logprobs=None):
 
 def test_requests_come_and_go():
     for request, _, right in come_and_go(engine(), continued(), logprobs=0):
-        # Whoever runs beside a request changes its logits by rounding.
-        np.testing.assert_allclose(logarithms(request), right[: len(request.logprobs)], atol=1e-4)
+        np.testing.assert_allclose(logarithms(request), right[: len(request.logprobs)], atol=ROUNDING)
 
 
 @pytest.mark.parametrize("family", [further("deepseek_v32"), further("glm5")])
@@ -154,7 +156,7 @@ class TestPrefixes:
             finish(alone)
             assert served.prefix_stats.found - before == found
             assert request.generated == right.generated
-            np.testing.assert_allclose(logarithms(request), logarithms(right), atol=1e-4)
+            np.testing.assert_allclose(logarithms(request), logarithms(right), atol=ROUNDING)
 
     def test_of_a_prompt_that_is_known_whole(self):
         """The request decodes at once, in a place where others have left tokens at the same positions."""
@@ -168,7 +170,7 @@ class TestPrefixes:
         finish(served)
         assert all(len(other.generated) == 40 for other in others)
         assert request.generated == follows[8:28]
-        np.testing.assert_allclose(logarithms(request), right[8:28], atol=1e-4)
+        np.testing.assert_allclose(logarithms(request), right[8:28], atol=ROUNDING)
 
 
 @pytest.mark.ci

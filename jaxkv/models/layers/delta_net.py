@@ -27,7 +27,7 @@ from jaxkv.models.layers.linear import linear, rms_norm, with_rank
 from jaxkv.models.model import STATE, Model
 from jaxkv.ops.slots import slots_for
 from jaxkv.ops.states import decode_delta_rule, read_state, write_state
-from jaxkv_kernels.delta_rule import convolve, heads_of
+from jaxkv_kernels.delta_rule import CONV, DELTA, convolve, heads_of
 
 
 def delta_net_or(attention: AttentionFn) -> AttentionFn:
@@ -135,11 +135,11 @@ def _advance(config: DeltaNet, weights, state, count, is_new, mixed, decay, rate
 
     `mixed` are queries, keys and values before the convolution, [B, Q, channels].
     """
-    mixed, conv = convolve(mixed, state["conv"], weights["conv"][:, 0], count)
+    mixed, conv = convolve(mixed, state[CONV], weights["conv"][:, 0], count)
     # Padding leaves the state as it is, whatever it holds.
     mixed, decay, rate = (
         jnp.where(jnp.expand_dims(is_new, range(2, part.ndim)), part, 0) for part in (jax.nn.silu(mixed), decay, rate)
     )
     q, k, v = heads_of(mixed, config.num_value_heads, config.key_head_dim, config.value_head_dim)
-    out, delta = gated_delta_rule(q, k, v, decay, rate, state["delta"])
-    return {"conv": conv, "delta": delta}, out
+    out, delta = gated_delta_rule(q, k, v, decay, rate, state[DELTA])
+    return {CONV: conv, DELTA: delta}, out

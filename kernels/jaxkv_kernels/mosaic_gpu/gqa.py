@@ -51,10 +51,11 @@ values, there is one per consumer and one of queries.  Registers: O 64 + S 32 + 
 for the producer.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -209,21 +210,28 @@ class Barriers(NamedTuple):
     taken: Any
 
 
-class GQA:
-    """The kernel for calls of these shapes: its sizes, its memory, and its launch."""
+class GQAKernel(ABC):
+    """A kernel of `decode_kv` for calls of these shapes: what those of Hopper and of Blackwell share."""
 
-    def __init__(self, call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool):
-        self.call, self.q, self.plan, self.config, self.interpret = call, q, call.plan, config, interpret
+    row_tiles: int
+    """Tiles of rows of a KV head."""
+
+    def __init__(self, call: DecodeKV, q: jax.Array, *, interpret: bool):
+        self.call, self.q, self.plan, self.interpret = call, q, call.plan, interpret
         self.batch, self.heads, self.rows, self.head_dim = q.shape
-        self.tokens, self.group = call.q.shape[1], call.q.shape[2] // self.heads
+        self.tokens, self.rows_per_token = call.q.shape[1], call.q.shape[2] // self.heads
         self.buffer, self.pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
         self.value_dim, self.dtype = call.entry.value_dim, q.dtype
-        self.row_tiles = -(-self.tokens * self.group // TILE)
-        # Keys and values, each in a tile of its own, or a single view of both, side by side in one tile.
+        # Keys and values in a view of their own each, or side by side in a single one.
         self.views = [token_rows(part, second=bool(i)) for i, part in enumerate(self.pages.parts)]
-        self.apart = len(self.views) > 1
-        self.stages, self.query_stages = _stages(config, self.head_dim, self.value_dim, self.dtype.itemsize)
-        self.softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
+
+    @abstractmethod
+    def scratch_types(self) -> dict[str, Any]:
+        """Types of the scratch memory, and of the barriers."""
+
+    @abstractmethod
+    def cta(self, operands: Operands, results: KernelResults, **scratch) -> None:
+        """What a CTA runs."""
 
     def run(self) -> KernelResults:
         """Launches a CTA per partition of the plan, KV head and tile of rows."""
@@ -240,7 +248,7 @@ class GQA:
             num_threads=3,
             thread_name="wg",
             kernel_name="decode_kv",
-            scratch_types=self.types(),
+            scratch_types=self.scratch_types(),
         )(
             Operands(
                 q=self.q,
@@ -264,8 +272,21 @@ class GQA:
             rows=self.rows, width=columns, lse=self.rows, split_lse=self.rows, scales=1,
         )  # fmt: skip
 
-    def types(self) -> dict[str, Any]:
-        """Scratch types: shared memory and barriers."""
+
+class GQA(GQAKernel):
+    """The kernel for Hopper."""
+
+    def __init__(self, call: DecodeKV, q: jax.Array, config: GQAConfig, *, interpret: bool):
+        super().__init__(call, q, interpret=interpret)
+        self.config = config
+        self.row_tiles = -(-self.tokens * self.rows_per_token // TILE)
+        self.apart = len(self.views) > 1
+        """Whether keys and values are in tiles of their own, instead of side by side in one tile."""
+        self.stages, self.query_stages = _stages(config, self.head_dim, self.value_dim, self.dtype.itemsize)
+        self.softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret)
+
+    @override
+    def scratch_types(self):
         head_dim, value_dim, dtype = self.head_dim, self.value_dim, self.dtype
         stages, query_stages, copies = self.stages, self.query_stages, len(self.views) * copies_per_tile(self.pages)
         return {
@@ -283,8 +304,8 @@ class GQA:
             **({"register_operands": swizzled(2, TILE, TILE, dtype=dtype)} if self.interpret else {}),
         }
 
+    @override
     def cta(self, operands: Operands, results: KernelResults, **scratch) -> None:
-        """What a CTA runs."""
         pdl_launch_dependents(operands.split_requests, interpret=self.interpret)
         partition, head_and_tile, wg = (lax.axis_index(axis) for axis in ("partition", "tile", "wg"))
         memory, barriers = named(Memory, scratch), named(Barriers, scratch)
@@ -539,7 +560,7 @@ class Consumer:
         cta, kernel, call = self.cta, self.kernel, self.kernel.call
         return apply_mask(
             s, cta.table, walk.tile.request, cta.first_token(walk.tile, i, self.side), cta.first_row, walk.ends,
-            tokens=kernel.tokens, heads=kernel.group, keys=1, window=call.window, ahead=call.ahead,
+            tokens=kernel.tokens, heads=kernel.rows_per_token, keys=1, window=call.window, ahead=call.ahead,
         )  # fmt: skip
 
     @property

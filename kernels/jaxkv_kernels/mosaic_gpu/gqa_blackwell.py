@@ -72,7 +72,7 @@ In SASS, a warp of the softmax executes up to 850 instructions per key tile.  So
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, override
 
 import jax
 import jax.numpy as jnp
@@ -80,24 +80,22 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxkv_kernels.addressing import arrays_of
 from jaxkv_kernels.calls import DecodeCall, DecodeKV, PlanDecode
 from jaxkv_kernels.mosaic_gpu import tcgen05_attention
 from jaxkv_kernels.mosaic_gpu.attention_reasons import values_of
-from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults, result_types
-from jaxkv_kernels.mosaic_gpu.gqa import CHUNK, Operands, chunks_of
+from jaxkv_kernels.mosaic_gpu.epilogue import SPLIT_DTYPE, KernelResults
+from jaxkv_kernels.mosaic_gpu.gqa import CHUNK, GQAKernel, Operands, chunks_of
 from jaxkv_kernels.mosaic_gpu.layout_reasons import block_sizes, origins
-from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, copies_per_tile, token_rows
+from jaxkv_kernels.mosaic_gpu.paged_tma import Columns, PagedKeys, copies_per_tile
 from jaxkv_kernels.mosaic_gpu.runtime.arithmetic import LOG2E, floordiv
 from jaxkv_kernels.mosaic_gpu.runtime.device import SHARED_MEMORY
-from jaxkv_kernels.mosaic_gpu.runtime.launch import kernel, named, pdl_launch_dependents
+from jaxkv_kernels.mosaic_gpu.runtime.launch import named, pdl_launch_dependents
 from jaxkv_kernels.mosaic_gpu.runtime.registers import TCGEN05, over_columns
 from jaxkv_kernels.mosaic_gpu.runtime.shared_memory import swizzled
 from jaxkv_kernels.mosaic_gpu.sizes import TILE
 from jaxkv_kernels.mosaic_gpu.softmax import OnlineSoftmax
 from jaxkv_kernels.mosaic_gpu.tcgen05_attention import ROWS, BlackwellConfig, row_tiles
 from jaxkv_kernels.mosaic_gpu.tile_scheduler import WorkTile
-from jaxkv_kernels.mosaic_gpu.token_rows import in_entries_dtype
 
 FORMATS = ("bf16", "f16")
 """The formats of entries that the kernel supports."""
@@ -171,65 +169,20 @@ class Scratch(NamedTuple):
     o_full: Any
 
 
-class GQABlackwell:
-    """The kernel for calls of these shapes: its sizes, its memory, and its launch."""
+class GQABlackwell(GQAKernel):
+    """The kernel for Blackwell."""
 
     def __init__(self, call: DecodeKV, q: jax.Array, config: BlackwellGQAConfig, *, interpret: bool):
-        self.call, self.q, self.plan, self.interpret = call, q, call.plan, interpret
-        self.batch, self.heads, self.rows, self.head_dim = q.shape
-        self.tokens, self.rows_per_token = call.q.shape[1], call.q.shape[2] // self.heads
-        self.buffer, self.pages = in_entries_dtype(call.buffer, call.pages, call.entry.dtype)
-        self.value_dim, self.dtype = call.entry.value_dim, q.dtype
+        super().__init__(call, q, interpret=interpret)
         self.row_tiles = row_tiles(self.rows)
-        # Keys and values in a view of their own each, or side by side in a single one.
-        self.views = [token_rows(part, second=bool(i)) for i, part in enumerate(self.pages.parts)]
         self.stages = stages_of(self.head_dim, self.value_dim, self.dtype.itemsize)
         self.softmax = OnlineSoftmax(keys=1, threshold=config.rescale_threshold, interpret=interpret, tile=TCGEN05)
 
-    def run(self) -> KernelResults:
-        """Launches a CTA per partition of the plan, KV head and tile of rows."""
-        call, plan = self.call, self.plan
-        arrays = arrays_of(self.buffer, len(self.views))
-        kv, *v = (view.of(array) for view, array in zip(self.views, arrays, strict=True))
-        (results,) = kernel(
-            self.cta,
-            interpret=self.interpret,
-            auto_barriers=False,
-            out_type=(self.result_types(),),
-            grid=(plan.num_partitions, self.heads * self.row_tiles),
-            grid_names=("partition", "tile"),
-            num_threads=3,
-            thread_name="wg",
-            kernel_name="decode_kv",
-            scratch_types=self.scratch_types()._asdict(),
-        )(
-            Operands(
-                q=self.q,
-                kv=kv,
-                v=v[0] if v else None,
-                block_tables=call.block_tables,
-                layer=jnp.reshape(call.layer, (1,)),
-                scale=jnp.reshape(call.scale, (1,)),
-                partitions=plan.partitions,
-                work_tiles=plan.work_tiles,
-                split_requests=plan.split_requests,
-            )
-        )
-        return results
-
-    def result_types(self) -> KernelResults:
-        """Shapes and dtypes of the results."""
-        columns = self.value_dim + -self.value_dim % 128  # `combine` loads rows of whole chunks
-        return result_types(
-            (self.batch, self.heads), self.plan.max_splits, self.dtype,
-            rows=self.rows, width=columns, lse=self.rows, split_lse=self.rows, scales=1,
-        )  # fmt: skip
-
-    def scratch_types(self) -> Scratch:
-        """Types of the scratch memory."""
+    @override
+    def scratch_types(self):
         dtype, stages, copies = self.dtype, self.stages, copies_per_tile(self.pages)
         ordering = partial(plgpu.Barrier, orders_tensor_core=True)
-        return Scratch(
+        scratch = Scratch(
             o=plgpu.TMEM((ROWS, self.value_dim), jnp.float32),
             s=plgpu.TMEM((ROWS, TILE), jnp.float32),
             p=plgpu.TMEM((ROWS, TILE), dtype, packed=True),
@@ -248,9 +201,10 @@ class GQABlackwell:
             p_full=ordering(),
             o_full=ordering(),
         )
+        return scratch._asdict()
 
+    @override
     def cta(self, operands: Operands, results: KernelResults, **scratch) -> None:
-        """What a CTA runs."""
         pdl_launch_dependents(operands.split_requests, interpret=self.interpret)
         partition, index, wg = (lax.axis_index(axis) for axis in ("partition", "tile", "wg"))
         head, row_tile = floordiv(index, self.row_tiles), lax.rem(index, jnp.int32(self.row_tiles))

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxkv_kernels.calls import DecodeDeltaRule
-from jaxkv_kernels.delta_rule import NORM_EPS
+from jaxkv_kernels.delta_rule import CONV, DELTA, NORM_EPS
 from jaxkv_kernels.formats.states import ALIGNMENT
 from jaxkv_kernels.triton.arithmetic import as_float32, rounded
 from jaxkv_kernels.triton.language import tl, triton
@@ -102,7 +102,7 @@ class Sizes:
         }
         types = {name: element_type(dtype) for name, _, dtype in call.entry.arrays}
         channels, taps = call.conv_weight.shape
-        heads, keys, values = call.entry.shapes["delta"]
+        heads, keys, values = call.entry.shapes[DELTA]
         return cls(
             channels=channels,
             taps=taps,
@@ -112,18 +112,18 @@ class Sizes:
             values=values,
             key_rows=triton.next_power_of_2(keys),
             tap_rows=triton.next_power_of_2(taps),
-            conv=fields["conv"].offset,
-            delta=fields["delta"].offset,
-            conv_padding=padding["conv"],
-            delta_padding=padding["delta"],
-            conv_type=types["conv"],
-            delta_type=types["delta"],
+            conv=fields[CONV].offset,
+            delta=fields[DELTA].offset,
+            conv_padding=padding[CONV],
+            delta_padding=padding[DELTA],
+            conv_type=types[CONV],
+            delta_type=types[DELTA],
         )
 
 
 def unsupported_reasons(call: DecodeDeltaRule) -> Iterator[str]:
     """Reasons against a call."""
-    taps, keys = call.conv_weight.shape[1], call.entry.shapes["delta"][1]
+    taps, keys = call.conv_weight.shape[1], call.entry.shapes[DELTA][1]
     if keys > MOST_KEYS:
         yield f"keys of {keys} values: supports at most {MOST_KEYS}"
     if taps > MOST_TAPS:

@@ -168,7 +168,7 @@ class TestInterpreted(Blackwell, suites.DecodeMLAChecks):
     test_lengths_outside_the_table = suites.DecodeMLA.test_lengths_outside_the_table_are_clamped_to_it
     test_traced_layer_outside_the_cache_is_empty = suites.DecodeMLA.test_traced_layer_outside_the_cache_is_empty
     test_a_nan_in_a_quantised_entry_is_seen = pytest.mark.ci(suites.DecodeMLA.test_a_nan_in_a_quantised_entry_is_seen)
-    test_scales_of_both_signs = pytest.mark.ci(suites.DecodeMLA.test_scales_of_both_signs_that_are_no_powers_of_two)
+    test_scales_of_both_signs = pytest.mark.ci(suites.DecodeMLA.test_scales_of_both_signs_that_are_not_powers_of_two)
     test_queries_of_any_magnitude = pytest.mark.slow(suites.DecodeMLA.test_queries_of_any_magnitude)
     test_sinks = pytest.mark.ci(suites.DecodeMLA.test_sinks)
     test_ragged_query_tokens = pytest.mark.slow(suites.DecodeMLA.test_ragged_query_tokens)

@@ -294,7 +294,7 @@ class DecodeMLA(DecodeMLAChecks):
             assert np.isnan(np.asarray(lse[request])).all()
             assert_same_bits(after[others], before[others])
 
-    def test_scales_of_both_signs_that_are_no_powers_of_two(self):
+    def test_scales_of_both_signs_that_are_not_powers_of_two(self):
         """Products of values and scales may be rounded to bf16, which scores show, and with them lse."""
         entry, rng = jaxkv.MLAEntry("fp8_ds_mla"), np.random.default_rng(5)
         scene = scenes.scene(entry, lengths=(70, 3))
